@@ -1,0 +1,37 @@
+# Each target works from a bare checkout: it first makes .venv if it is missing or older than its inputs.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test check venv format clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
+	@touch $@
+
+# A GPT on the standard library's own source: two ranks, then the first 20 steps on one rank to compare.
+DEMO := --layers 2 --width 128 --heads 4 --context 128 --batch 16 --steps 200 --lr 2e-3
+demo: $(STAMP)
+	$(BIN)/monoflow run -n 2 examples/gpt/train.py $(DEMO) --out runs/demo --losses runs/demo/losses.txt
+	$(BIN)/monoflow run -n 1 examples/gpt/train.py $(DEMO) --stop-after 20 --quiet \
+		--losses runs/demo/losses-1.txt --compare runs/demo/losses.txt
+
+test: check
+	$(BIN)/python -m pytest -n 2
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/null/test_imports.py
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv runs build *.egg-info

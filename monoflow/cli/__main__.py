@@ -1,0 +1,5 @@
+"""`python -m monoflow.cli`."""
+
+from .app import main
+
+main()

@@ -1,0 +1,95 @@
+"""The commands and their options; the work is in `run` and `doctor`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ..errors import FlowError
+from . import doctor as doctor_report
+from . import run as launcher
+
+app = typer.Typer(
+    help="One training step, written for one device, on any layout of any devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_HOSTS = "Several hosts (as torchrun)"
+
+
+def own_version() -> str:
+    """The installed version of monoflow."""
+    try:
+        return version("monoflow")
+    except PackageNotFoundError:
+        return "not installed (running from source)"
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"monoflow {own_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options before a command."""
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(help="The script that every rank runs.", show_default=False)],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    num_ranks: Annotated[int, typer.Option("-n", "--nproc-per-node", help="Ranks on this host.")] = 1,
+    nnodes: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    node_rank: Annotated[int | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    master_addr: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    master_port: Annotated[int | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    rdzv_endpoint: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    rdzv_id: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    rdzv_conf: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    local_addr: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    max_restarts: Annotated[int | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+) -> None:
+    """Run a script on N local ranks; the first failure ends the job and is the only one printed."""
+    options = launcher.agent_options(
+        [
+            ("nnodes", nnodes),
+            ("node-rank", node_rank),
+            ("master-addr", master_addr),
+            ("master-port", master_port),
+            ("rdzv-backend", rdzv_backend),
+            ("rdzv-endpoint", rdzv_endpoint),
+            ("rdzv-id", rdzv_id),
+            ("rdzv-conf", rdzv_conf),
+            ("local-addr", local_addr),
+            ("max-restarts", max_restarts),
+        ]
+    )
+    raise typer.Exit(launcher.run(launcher.Job(num_ranks, script, tuple(args or ()), options)))
+
+
+@app.command()
+def doctor() -> None:
+    """Print versions, devices, compiler and back ends, and the command that fixes what is missing."""
+    findings = doctor_report.examine(own_version())
+    Console(highlight=False).print(doctor_report.render(findings))
+    raise typer.Exit(1 if any(finding.is_fatal for finding in findings) else 0)
+
+
+def main() -> None:
+    """The `monoflow` program."""
+    try:
+        app()
+    except FlowError as error:
+        sys.exit(f"monoflow: {error}")

@@ -1,0 +1,154 @@
+"""`monoflow run`: start a script on every local rank, through torch's elastic agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
+
+from ..errors import FlowError
+from ..runtime.launch import INTERRUPTED, LAUNCHER_VARIABLE
+
+#: Seconds that ranks get to end by themselves: after another rank failed, and after Ctrl-C.
+FAILURE_GRACE = 10
+INTERRUPT_GRACE = 60
+
+# Before torch is imported, Ctrl-C should end a rank without a traceback from the middle of an import.
+_START = (
+    f"import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit({INTERRUPTED})); "
+    "from monoflow.runtime.launch import main; sys.exit(main())"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to run a script.
+
+    Attributes:
+        num_ranks: ranks on this host.
+        script, args: the script and its own arguments.
+        agent_options: options of torchrun, passed on as they are.
+    """
+
+    num_ranks: int
+    script: str
+    args: tuple[str, ...]
+    agent_options: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise FlowError(f"-n {self.num_ranks}: the number of ranks must be at least 1")
+        if not Path(self.script).is_file():
+            raise FlowError(f"no script {self.script!r} in {Path.cwd()}")
+
+
+def run(job: Job) -> int:
+    """Run the job to its end and return the exit status: 0, 130 after Ctrl-C, else that of a failure."""
+    command = ("-u", "-c", _START, job.script, *job.args)
+    if job.num_ranks == 1 and not job.agent_options:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, *command])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.num_ranks)))
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    logging.disable(logging.CRITICAL)  # the agent's own log; what failed is said below, once
+    with tempfile.TemporaryDirectory(prefix="monoflow-") as folder, _bounded_shutdown():
+        try:
+            config, _, _ = config_from_args(parse_args(_agent_arguments(job, folder)))
+            elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as error:
+            rank, failure = first_failure(error.failures)
+            sys.stderr.write(report(rank, failure))
+            return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+        except SignalException as stopped:
+            return 128 + stopped.sigval
+        except (ValueError, RendezvousError) as error:
+            raise FlowError(f"the hosts did not find each other: {error}") from None
+    return 0
+
+
+def _agent_arguments(job: Job, folder: str) -> list[str]:
+    single_host = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
+    several_hosts = ["--master-port", "29500", *job.agent_options]
+    meeting = several_hosts if job.agent_options else [*single_host, "--rdzv-id", str(os.getpid())]
+    return [*meeting, "--nproc-per-node", str(job.num_ranks), "--log-dir", folder, job.script]
+
+
+@contextmanager
+def _bounded_shutdown() -> Iterator[None]:
+    """Bound the time that the agent waits for ranks to end before it kills them.
+
+    Its own bound after a failure (30 s, not an option) would hold the whole job for longer than that.
+    """
+    close = PContext.close
+
+    def bounded(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+        close(self, death_sig, INTERRUPT_GRACE if death_sig == signal.SIGINT else FAILURE_GRACE)
+
+    with mock.patch.object(PContext, "close", bounded):
+        yield
+
+
+def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The (rank, failure) that came first; the others are most often its consequence.
+
+    A rank that was killed is found a moment later than the exceptions that its peers then raise.
+    """
+    start = min(failure.timestamp for failure in failures.values())
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
+        failure = item[1]
+        time_of_death = _extra(failure).get("exact_time", failure.timestamp + 1)  # to the second: its end
+        if _ended_by_agent(failure, start):
+            return 2, time_of_death
+        # SIGABRT is how a communication library gives up on a peer that is gone.
+        was_killed = failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT
+        return (0 if was_killed else 1), time_of_death
+
+    return min(failures.items(), key=order)
+
+
+def _ended_by_agent(failure: ProcessFailure, start: float) -> bool:
+    """Whether the agent ended this rank because another had failed at `start`."""
+    if failure.exitcode == -signal.SIGKILL:
+        return failure.timestamp - start >= FAILURE_GRACE - 1
+    return failure.exitcode == -signal.SIGTERM
+
+
+def _extra(failure: ProcessFailure) -> dict:
+    """What the rank recorded beside its message (nothing, if it died without a word)."""
+    message = failure.error_file_data.get("message")
+    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
+
+
+def report(rank: int, failure: ProcessFailure) -> str:
+    """What the user reads about a failed job: rank, host and the rank's own traceback, or how it died."""
+    extra = _extra(failure)
+    where = f"rank {rank} on {extra.get('host', socket.gethostname())}"
+    if extra:
+        return f"\n{where} failed first:\n\n{extra['py_callstack']}"
+    if failure.exitcode < 0:
+        signal_text = f"signal {-failure.exitcode} ({failure.signal_name()})"
+        hint = "; the system may have run out of memory" if failure.exitcode == -signal.SIGKILL else ""
+        return f"\n{where} died of {signal_text}{hint}\n"
+    return f"\n{where} exited with status {failure.exitcode}\n"
+
+
+def agent_options(options: Sequence[tuple[str, str | int | None]]) -> tuple[str, ...]:
+    """The options that were given, as torchrun's command line wants them."""
+    given = [(f"--{name}", str(value)) for name, value in options if value is not None]
+    return tuple(word for pair in given for word in pair)

@@ -1,0 +1,77 @@
+"""The few settings that come from the environment, read once into one frozen value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import FlowError
+
+STAGES = ("capture", "plan", "lower", "runtime")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says.
+
+    Attributes:
+        log_stages: stages that write a log (MONOFLOW_LOG, a comma-separated list, or "all").
+        log_all_ranks: whether every rank writes it, not only rank 0 (MONOFLOW_LOG_RANKS=all).
+        verify: whether each stage's verifier runs (MONOFLOW_VERIFY, on unless 0).
+        rank, world_size: this process among all (RANK, WORLD_SIZE, as torchrun sets them).
+        local_rank, local_world_size: this process among those of its host.
+    """
+
+    log_stages: frozenset[str] = frozenset()
+    log_all_ranks: bool = False
+    verify: bool = True
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> Settings:
+        """The settings in `env`. Raises FlowError naming a variable whose value is not understood."""
+        world_size = _integer(env, "WORLD_SIZE", 1)
+        return cls(
+            log_stages=_stages(env.get("MONOFLOW_LOG", "")),
+            log_all_ranks=_choice(env, "MONOFLOW_LOG_RANKS", {"0": False, "all": True}, "0"),
+            verify=_choice(env, "MONOFLOW_VERIFY", {"0": False, "1": True}, "1"),
+            rank=_integer(env, "RANK", 0),
+            world_size=world_size,
+            local_rank=_integer(env, "LOCAL_RANK", 0),
+            local_world_size=_integer(env, "LOCAL_WORLD_SIZE", 1),
+        )
+
+
+def _stages(text: str) -> frozenset[str]:
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    if "all" in names:
+        return frozenset(STAGES)
+    if unknown := names - set(STAGES):
+        raise FlowError(
+            f"MONOFLOW_LOG={text!r} names {sorted(unknown)}; the stages are {', '.join(STAGES)} (or all)"
+        )
+    return names
+
+
+def _choice(env: Mapping[str, str], name: str, choices: Mapping[str, bool], default: str) -> bool:
+    value = env.get(name, default)
+    if value not in choices:
+        raise FlowError(f"{name}={value!r} is not one of {', '.join(choices)}")
+    return choices[value]
+
+
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    value = env.get(name)
+    if value is None:
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        raise FlowError(f"{name}={value!r} is not an integer") from None
+
+
+SETTINGS = Settings.from_env(os.environ)

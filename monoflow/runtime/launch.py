@@ -1,0 +1,183 @@
+"""The life of one rank: started by `monoflow run`, joined to the others, shut down without an abort.
+
+`python -m monoflow.runtime.launch script.py args...` is what each rank runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from ..config import Settings
+from ..errors import PlacementError
+
+#: Set by `monoflow run` for the ranks it starts: they leave the printing of errors to it.
+LAUNCHER_VARIABLE = "MONOFLOW_LAUNCHER_PID"
+#: The exit status of a program that Ctrl-C ended.
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def ensure_process_group(device_type: str) -> None:
+    """Join this rank to the others, if the environment says that there are others and it has not yet.
+
+    Picks the back end of the device (gloo, nccl, xccl...), makes LOCAL_RANK the accelerator's current
+    device, and destroys the group at exit (a rank that exits without that can abort).
+
+    Args:
+        device_type: a torch device type, e.g. "cpu" or "cuda".
+
+    Raises:
+        PlacementError: torch has no communication back end for the device.
+    """
+    settings = Settings.from_env(os.environ)
+    if settings.world_size == 1 or dist.is_initialized():
+        return
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(settings.local_rank % torch.accelerator.device_count())
+    dist.init_process_group(_backend(device_type))
+    atexit.register(destroy_process_group)
+
+
+def _backend(device_type: str) -> str:
+    backend = dist.get_default_backend_for_device(device_type)
+    if not dist.is_backend_available(backend):
+        raise PlacementError(
+            f"{device_type} ranks talk through {backend}, which this build of torch lacks; "
+            f"install one that has it, or place the step on cpu"
+        )
+    return backend
+
+
+def destroy_process_group() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C into an answer, so that all ranks stop after the same step.
+
+    Yields `stop()`, a collective that every rank calls once a step: true on all ranks once any of them
+    was interrupted. A second Ctrl-C raises KeyboardInterrupt as usual.
+    """
+    interrupted = torch.zeros(1)
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        interrupted.fill_(1)
+        signal.signal(signal.SIGINT, previous)
+
+    def stop() -> bool:
+        if not dist.is_initialized():
+            return bool(interrupted)
+        flag = interrupted.to(_collective_device())
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _collective_device() -> torch.device:
+    """A device that the default process group can reduce on."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or "gloo" in str(dist.get_backend()):
+        return torch.device("cpu")
+    return accelerator
+
+
+class _RankErrors(ErrorHandler):
+    """Leaves an exception where the launcher finds it, in the agent's own form plus host and exact time."""
+
+    def record_exception(self, e: BaseException) -> None:
+        path = self._get_error_file_path()
+        if path is None:
+            return
+        now = time.time()
+        extra = {
+            "py_callstack": user_traceback(e),
+            "timestamp": str(int(now)),
+            "exact_time": now,
+            "host": socket.gethostname(),
+        }
+        message = {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}
+        self._write_error_file(path, json.dumps({"message": message}))
+
+
+def user_traceback(error: BaseException) -> str:
+    """The traceback from the user's script on, without the frames that started it."""
+    cut = _first_user_frame(error.__traceback__)
+    return "".join(traceback.format_exception(type(error), error, cut))
+
+
+def _first_user_frame(frames: TracebackType | None) -> TracebackType | None:
+    launchers = {__file__, runpy.__file__, record.__code__.co_filename, "<frozen runpy>"}
+    while frames is not None and frames.tb_frame.f_code.co_filename in launchers:
+        frames = frames.tb_next
+    return frames
+
+
+def run_script(script: str, args: list[str]) -> int:
+    """Run a script as `__main__`; return the status this process should exit with.
+
+    An exception is recorded for the launcher, or printed where there is none.
+    """
+    sys.argv = [script, *args]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    run = record(lambda: runpy.run_path(script, run_name="__main__"), _RankErrors())
+    try:
+        run()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if LAUNCHER_VARIABLE not in os.environ:
+            sys.stderr.write(user_traceback(error))
+        return 1
+    finally:
+        destroy_process_group()
+    return 0
+
+
+def die_with_launcher() -> None:
+    """End this rank soon after the launcher that started it is gone, however that died."""
+    launcher = int(os.environ[LAUNCHER_VARIABLE])
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="die-with-launcher", daemon=True).start()
+
+
+def main() -> int:
+    """Run the script named on the command line as one rank."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if LAUNCHER_VARIABLE in os.environ:
+        die_with_launcher()
+    script, *args = sys.argv[1:]
+    return run_script(script, args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

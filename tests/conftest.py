@@ -1,0 +1,117 @@
+"""What several tests need: ranks as real processes, and the command line as a real program."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+
+
+class RunRanks(Protocol):
+    """Calls a module-level function on n ranks joined by gloo; returns what each returned, in rank order."""
+
+    def __call__(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+class RunCli(Protocol):
+    """Runs `python -m monoflow.cli ...` to its end."""
+
+    def __call__(
+        self, *arguments: str | Path, cwd: Path | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]: ...
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> RunRanks:
+    return _run_ranks
+
+
+@pytest.fixture(scope="session")
+def run_cli() -> RunCli:
+    def run(
+        *arguments: str | Path, cwd: Path | None = None, timeout: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "monoflow.cli", *map(str, arguments)]
+        return subprocess.run(
+            command,
+            cwd=cwd,
+            env=cli_environment(),
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def cli_environment() -> dict[str, str]:
+    """This environment without one that a launcher left, and with the package to import from anywhere."""
+    ours = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    left = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "MONOFLOW_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(left)} | ours
+
+
+def _run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "monoflow"])
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(num_ranks):
+            here, there = context.Pipe(duplex=False)
+            arguments = (rank, num_ranks, f"{folder}/store", there, function, args)
+            process = context.Process(target=_rank_main, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            pipes.append(here)
+            processes.append(process)
+        try:
+            results = [_receive(rank, pipe) for rank, pipe in enumerate(pipes)]
+        finally:
+            for process in processes:
+                process.join(10)
+                process.kill()
+    failures = [text for ok, text in results if not ok]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in results]
+
+
+def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
+    if not pipe.poll(120):
+        return False, f"rank {rank} gave no answer in 120 s"
+    try:
+        return pipe.recv()
+    except EOFError:
+        return False, f"rank {rank} died without a word"
+
+
+def _rank_main(
+    rank: int,
+    num_ranks: int,
+    store: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    try:
+        answer = (True, function(*args))
+    except Exception:
+        answer = (False, f"rank {rank}: {traceback.format_exc()}")
+    pipe.send(answer)
+    dist.destroy_process_group()
