@@ -1,0 +1,1 @@
+"""Step function -> StepGraph: run once on fake tensors, backward and optimizer included."""

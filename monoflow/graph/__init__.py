@@ -1,0 +1,1 @@
+"""The StepGraph: one functional graph of a whole training step, and the passes over it."""

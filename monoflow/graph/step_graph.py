@@ -1,0 +1,187 @@
+"""StepGraph: the captured step as one functional graph with roles on its inputs and outputs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..sbp.signature import OpCall, TensorMeta
+
+
+class Role(StrEnum):
+    """What an input of the step is."""
+
+    PARAM = "param"
+    BUFFER = "buffer"
+    STATE = "state"  # an optimizer's state of one parameter
+    GRAD = "grad"  # a parameter's .grad, where the step reads or leaves one
+    HYPER = "hyper"  # a hyper-parameter that may change between steps, such as the learning rate
+    RANDOM = "random"  # the key that every random op of this step derives from
+    BATCH = "batch"  # an argument of the step function
+    CONSTANT = "constant"  # a tensor that the step closes over; read, never written
+
+
+class Phase(StrEnum):
+    """Which part of the step a node belongs to."""
+
+    PROLOGUE = "prologue"  # counts that depend on the batch alone, over the whole batch
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """Where a node comes from.
+
+    Attributes:
+        phase: the part of the step.
+        module: qualified name of the module whose forward ran, "" outside any.
+        source: "file:line" of the user's (or the model library's) own code.
+        sequence: autograd's number, shared by a forward node and its backward nodes; -1 if none.
+    """
+
+    phase: Phase = Phase.FORWARD
+    module: str = ""
+    source: str = ""
+    sequence: int = -1
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder. `of` names the parameter that a state or gradient belongs to."""
+
+    name: str
+    role: Role
+    meta: TensorMeta
+    of: str = ""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result. `replaces` names the input whose next value it is; "" for what the user gets.
+
+    `observed` outputs (a parameter's gradient as the optimizer sees it) are computed only when asked for.
+    """
+
+    name: str
+    meta: TensorMeta
+    replaces: str = ""
+    observed: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """A functional fx graph: placeholders in the order of `inputs`, results in the order of `outputs`.
+
+    Node targets are op overloads and operator.getitem. Every node has `meta["val"]` (fake tensors) and
+    `meta["info"]` (NodeInfo). The graph is never changed after it is made: a pass returns a new one.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    name: str = "step"
+    source: str = ""
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def input_of(self) -> dict[str, Input]:
+        """Inputs by name."""
+        return {one.name: one for one in self.inputs}
+
+    @cached_property
+    def placeholders(self) -> dict[str, fx.Node]:
+        """Placeholder nodes by input name."""
+        nodes = [node for node in self.graph.nodes if node.op == "placeholder"]
+        return {one.name: node for one, node in zip(self.inputs, nodes, strict=True)}
+
+    @cached_property
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes that give the outputs, in order."""
+        return tuple(self.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+
+    def calls(self) -> Iterator[fx.Node]:
+        """Nodes that compute, in topological order (getitem included)."""
+        return (node for node in self.graph.nodes if node.op == "call_function")
+
+    def text(self) -> str:
+        """The graph for people: roles, then one line a node with its shape, phase, module and source."""
+        lines = [f"StepGraph {self.name} ({self.source})"]
+        for one, node in zip(self.inputs, self.placeholders.values(), strict=True):
+            lines.append(f"  %{node.name}: {one.meta} = {one.role} {one.name!r}")
+        for node in self.calls():
+            info = info_of(node)
+            shapes = ", ".join(str(meta) if meta else "-" for meta in metas_of(node))
+            arguments = ", ".join(
+                [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
+            )
+            where = " ".join(filter(None, (str(info.phase), info.module, info.source)))
+            lines.append(f"  %{node.name}: {shapes} = {op_name(node.target)}({arguments})  # {where}")
+        for one, node in zip(self.outputs, self.results, strict=True):
+            role = f"next {one.replaces!r}" if one.replaces else "observed" if one.observed else "result"
+            lines.append(f"  return %{node.name} as {role} {one.name!r}")
+        return "\n".join(lines)
+
+
+def info_of(node: fx.Node) -> NodeInfo:
+    """Where the node comes from."""
+    return node.meta.get("info", _NO_INFO)
+
+
+_NO_INFO = NodeInfo()
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether the node only picks one output of a multi-output op."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def meta_of(value: torch.Tensor) -> TensorMeta:
+    """Shape and dtype of a tensor."""
+    return TensorMeta(tuple(value.shape), value.dtype)
+
+
+def metas_of(node: fx.Node) -> tuple[TensorMeta | None, ...]:
+    """Shape and dtype of every tensor output of a node; None for an absent one."""
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return (meta_of(value),)
+    leaves = pytree.tree_leaves(value, is_leaf=lambda x: x is None)
+    return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in leaves)
+
+
+def tensor_args(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensor arguments of a node in flattened order, repeats included."""
+    return tuple(x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, fx.Node))
+
+
+def op_call(node: fx.Node) -> OpCall:
+    """The node as a rule sees it."""
+
+    def to_meta(x: Any) -> Any:
+        return metas_of(x)[0] if isinstance(x, fx.Node) else x
+
+    args, kwargs = pytree.tree_map(to_meta, (node.args, dict(node.kwargs)))
+    return OpCall(node.target, args, kwargs, metas_of(node))  # pyright: ignore[reportArgumentType]
+
+
+def op_name(target: Any) -> str:
+    """`aten.mm.default` for an overload, the plain name for a Python function."""
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    return str(value)
