@@ -28,13 +28,28 @@ def additive_mask(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _heads_inner(x: Tensor) -> Tensor:
-    """`x` laid out as (batch, T, heads, D) in memory: what the model's next reshape wants, and flash gives."""
+    """`x` laid out as (batch, T, heads, D) in memory, as flash does: what a model's next reshape wants."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _empty_like_heads_inner(x: Tensor, last: int) -> Tensor:
     batch, heads, length, _ = x.shape
     return x.new_empty(batch, length, heads, last).transpose(1, 2)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    """torch's kernels do not look, and read out of bounds."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    same = k.shape[:2] == v.shape[:2] == q.shape[:2] and k.shape[2] == v.shape[2]
+    assert q.dim() == k.dim() == v.dim() == 4 and same and q.shape[3] == k.shape[3], (
+        f"attention wants (batch, heads, T, D) tensors of one batch, heads and keys, got {shapes}"
+    )
+    if bias is not None:
+        scores = (*q.shape[:3], k.shape[2])
+        pairs = zip(reversed(bias.shape), reversed(scores), strict=False)
+        assert bias.dim() <= 4 and all(a in (1, b) for a, b in pairs), (
+            f"a bias {list(bias.shape)} does not broadcast to the scores {list(scores)}"
+        )
 
 
 def _has_cpu_kernel(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> bool:
@@ -72,6 +87,7 @@ def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    _check_shapes(q, k, v, bias)
     if _has_cpu_kernel(q, k, v, bias):
         mask = additive_mask(bias, q.dtype)
         out, lse = _CPU(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
@@ -94,6 +110,10 @@ def _attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_shapes(q, k, v, bias)
+    assert grad_out.shape == out.shape == (*q.shape[:3], v.shape[3]) and lse.shape == q.shape[:3], (
+        f"out {list(out.shape)} and lse {list(lse.shape)} are not those of q {list(q.shape)}"
+    )
     if _has_cpu_kernel(q, k, v, bias):
         mask = additive_mask(bias, q.dtype)
         # The kernel wants its own layout of lse (heads innermost) and rows of unit stride.
@@ -143,6 +163,7 @@ LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutogr
 def _attention_fake(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    _check_shapes(q, k, v, bias)
     lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q.dtype))
     return _empty_like_heads_inner(q, v.shape[-1]), lse
 
