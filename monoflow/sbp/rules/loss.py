@@ -1,0 +1,79 @@
+"""Losses with reduction "none" or "sum". A mean hides a count: capture rewrites it before rules apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..registry import Forms, OpRule, aten
+from ..signature import OpCall, Signature
+from .common import argument, broadcast_letters, dim_letters, linear_signature, named, tensor_names
+
+_NONE, _MEAN, _SUM = range(3)
+
+
+def _elementwise(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """A loss per element of self and target (and weights, which may broadcast), summed or not."""
+    if argument(call, "reduction") == _MEAN:
+        return []
+    whole = max((meta.shape for meta in call.inputs), key=len)
+    if any(meta.shape != whole for meta in call.inputs[:2]):
+        return []
+    group = dim_letters(whole)
+    names = tensor_names(call)
+    groups = {
+        name: broadcast_letters(meta.shape, group, whole)
+        for name, meta in zip(names, call.inputs, strict=True)
+    }
+    return named(call, axis_size, forms, groups, [group if argument(call, "reduction") == _NONE else ""])
+
+
+def _elementwise_backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """The gradient for self, per element; linear in grad_output, a scalar where the loss was summed."""
+    if argument(call, "reduction") == _MEAN:
+        return []
+    whole = call.outputs[0].shape  # pyright: ignore[reportOptionalMemberAccess]
+    group = dim_letters(whole)
+    groups = {
+        name: broadcast_letters(meta.shape, group, whole)
+        for name, meta in zip(tensor_names(call), call.inputs, strict=True)
+    }
+    return named(call, axis_size, forms, groups, [group], linear=[("grad_output",)])
+
+
+def _class_groups(call: OpCall) -> tuple[dict[str, str], str]:
+    """Letters of a negative log likelihood: self (n, classes, ...), target (n, ...), or self (classes,)."""
+    rank = len(call.inputs[tensor_names(call).index("self")].shape)
+    target = "nabcdef"[: max(rank - 1, 0)]
+    return {"self": f"{target[:1]}_{target[1:]}", "target": target}, target
+
+
+def _nll(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Splits of every dim but the classes. The total weight is a sum, used only by the mean."""
+    reduction = argument(call, "reduction")
+    if reduction == _MEAN:
+        return []
+    groups, target = _class_groups(call)
+    if reduction == _SUM:
+        return named(call, axis_size, forms, groups, ["", ""])
+    # Without a reduction the kernel leaves the total weight at zero, so every rank has the same.
+    found = named(call, axis_size, forms, groups, [target, "-"])
+    return found
+
+
+def _nll_backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    reduction = argument(call, "reduction")
+    if reduction == _MEAN:
+        return []
+    groups, target = _class_groups(call)
+    groups["grad_output"] = target if reduction == _NONE else ""
+    found = named(call, axis_size, forms, groups, [groups["self"]])
+    return [*found, linear_signature(call, (0,))]
+
+
+_LOSSES = ("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy")
+RULES: dict[Callable, OpRule] = {
+    **dict.fromkeys(aten(*_LOSSES, "binary_cross_entropy_with_logits"), OpRule(_elementwise)),
+    **dict.fromkeys(aten(*(f"{name}_backward" for name in _LOSSES)), OpRule(_elementwise_backward)),
+    **dict.fromkeys(aten("nll_loss_forward", "nll_loss2d_forward"), OpRule(_nll)),
+    **dict.fromkeys(aten("nll_loss_backward", "nll_loss2d_backward"), OpRule(_nll_backward)),
+}

@@ -1,0 +1,72 @@
+"""Rules of matrix products."""
+
+import pytest
+import torch
+from tests.null.rule_trial import holds, proven, values
+
+from monoflow.sbp.oracle import missing_signatures
+from monoflow.sbp.rules.matmul import RULES
+
+aten = torch.ops.aten
+
+
+def test_mm_has_exactly_the_five_known_kinds():
+    op = aten.mm.default
+    assert proven(RULES[op], op, values(7, 6), values(6, 5)) == {
+        "S(0), B -> S(0)",
+        "B, S(1) -> S(1)",
+        "S(1), S(0) -> P(sum)",
+        "P(sum), B -> P(sum)",
+        "B, P(sum) -> P(sum)",
+    }
+    assert missing_signatures(op, (values(7, 6), values(6, 5)), {}, RULES[op], 2) == []
+
+
+def test_mm_passes_blocked_splits_on():
+    op = aten.mm.default
+    wrong = proven(RULES[op], op, values(8, 4), values(4, 12), axis_sizes=(2,))
+    assert len(wrong) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mm_in_narrow_floats(dtype):
+    op = aten.mm.default
+    proven(RULES[op], op, values(5, 4, dtype=dtype), values(4, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("bias", [(5,), (1, 5), (7, 5), (7, 1), ()])
+@pytest.mark.parametrize("scale", [{}, {"alpha": 0.5, "beta": -2.0}])
+def test_addmm_takes_its_bias_partial_where_the_product_is(bias, scale):
+    op = aten.addmm.default
+    found = proven(RULES[op], op, values(*bias), values(7, 6), values(6, 5), **scale)
+    holds(found, "P(sum), S(1), S(0) -> P(sum)", "P(sum), P(sum), B -> P(sum)", "P(sum), B, P(sum) -> P(sum)")
+    assert len(found) == 5
+    rows, columns = "S(0)" if bias[:1] == (7,) else "B", f"S({len(bias) - 1})" if bias[-1:] == (5,) else "B"
+    holds(found, f"{rows}, S(0), B -> S(0)", f"{columns}, B, S(1) -> S(1)")
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes", "count"),
+    [
+        (aten.bmm.default, [(3, 5, 4), (3, 4, 7)], 6),
+        (aten.baddbmm.default, [(3, 5, 7), (3, 5, 4), (3, 4, 7)], 6),
+        (aten.baddbmm.default, [(1, 1, 7), (3, 5, 4), (3, 4, 7)], 6),
+        (aten.addbmm.default, [(5, 7), (3, 5, 4), (3, 4, 7)], 6),
+        (aten.dot.default, [(5,), (5,)], 3),
+        (aten.mv.default, [(5, 3), (3,)], 4),
+        (aten.addmv.default, [(5,), (5, 3), (3,)], 4),
+        (aten.ger.default, [(5,), (3,)], 4),
+        (aten.addr.default, [(5, 3), (5,), (3,)], 4),
+        (aten._cdist_forward.default, [(2, 5, 3), (2, 4, 3)], 3),
+        (aten._cdist_forward.default, [(1, 5, 3), (2, 4, 3)], 3),
+    ],
+)
+def test_other_products(op, shapes, count):
+    args = [values(*shape, seed=i) for i, shape in enumerate(shapes)]
+    extra = (2.0, None) if op is aten._cdist_forward.default else ()
+    assert len(proven(RULES[op], op, *args, *extra)) == count
+
+
+def test_products_of_integers():
+    op = aten.mm.default
+    proven(RULES[op], op, torch.arange(10).view(5, 2), torch.arange(6).view(2, 3))
