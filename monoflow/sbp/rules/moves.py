@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from ..layout import B, Partial, Sbp
-from ..registry import Forms, letters
+from ..registry import Forms, LocalRule, OpRule, SignatureRule, aten, letters
 from ..signature import LocalCall, OpCall, Signature, TensorMeta, TensorShard
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -63,3 +63,17 @@ def output_shape(call: LocalCall, index: int = 0) -> list[int]:
     shard = call.outputs[index]
     assert shard is not None, f"output {index} of {call.op} is absent"
     return list(shard.shape)
+
+
+def result_shape(call: OpCall) -> tuple[int, ...]:
+    """The shape of the only output."""
+    (result,) = call.outputs
+    assert result is not None, call
+    return result.shape
+
+
+def rules(
+    overloads: Sequence[str], signatures: SignatureRule, local: LocalRule | None = None
+) -> dict[Callable, OpRule]:
+    """One rule for several ops of torch.ops.aten."""
+    return {op: OpRule(signatures, local) for op in aten(*overloads)}

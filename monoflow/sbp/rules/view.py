@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..layout import B, P, Split, canonical, fits, num_units
-from ..registry import Forms, LocalRule, OpRule, SignatureRule, aten, letters, splits_of
+from ..registry import Forms, OpRule, letters, splits_of
 from ..signature import LocalCall, LocalOp, OpCall, Signature
 from .common import argument, has_argument
-from .moves import ALPHABET, moved, names, output_shape, partials, unique, wrap
+from .moves import ALPHABET, moved, names, output_shape, partials, result_shape, rules, unique, wrap
 
 
 def carry(shape: Sequence[int], split: Split, into: Sequence[int], axis_size: int) -> Split | None:
@@ -55,7 +55,7 @@ def _named(size: int, dim: int, blocks: int, chunk: int, axis_size: int) -> Spli
 
 def reshaped(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Every split of an input dim that an output dim can carry, and those that plain output splits want."""
-    source, result = call.inputs[0].shape, _result_shape(call)
+    source, result = call.inputs[0].shape, result_shape(call)
     found = []
     for dim, size in enumerate(source):
         for one in splits_of(forms, 0, dim):
@@ -109,7 +109,7 @@ def unsqueezed(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
 
 def expanded(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Repeated dims can be split in the result while the input is whole along them."""
-    source, result = call.inputs[0].shape, _result_shape(call)
+    source, result = call.inputs[0].shape, result_shape(call)
     new = len(result) - len(source)
     dims = names(len(result), [dim for dim, extent in enumerate(result) if extent == 1])
     ins = ["_" if source[dim] != result[new + dim] else dims[new + dim] for dim in range(len(source))]
@@ -123,7 +123,7 @@ def local_expand(call: LocalCall) -> LocalOp:
 
 def repeated(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Copies of a split dim are blocks of the result; whole copies can be split while the input is whole."""
-    source, result = call.inputs[0].shape, _result_shape(call)
+    source, result = call.inputs[0].shape, result_shape(call)
     new = len(result) - len(source)
     found = partials(call)
     for dim, extent in enumerate(result):
@@ -150,7 +150,7 @@ def local_repeat(call: LocalCall) -> LocalOp:
 
 def retyped(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """The same bytes under another dtype: a reshape of items, which travel whole, at the last dim."""
-    (meta,), result = call.inputs, _result_shape(call)
+    (meta,), result = call.inputs, result_shape(call)
     itemsize = argument(call, "dtype").itemsize
     grow, shrink = max(1, meta.dtype.itemsize // itemsize), max(1, itemsize // meta.dtype.itemsize)
     found = []
@@ -164,25 +164,15 @@ def retyped(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
 
 def complex_parts(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """A last dim of two elements, real and imaginary, comes or goes."""
-    dims = names(min(len(call.inputs[0].shape), len(_result_shape(call))))
-    ins, outs = ([*dims, "_"][: len(shape)] for shape in (call.inputs[0].shape, _result_shape(call)))
+    dims = names(min(len(call.inputs[0].shape), len(result_shape(call))))
+    ins, outs = ([*dims, "_"][: len(shape)] for shape in (call.inputs[0].shape, result_shape(call)))
     found = letters(call, axis_size, forms, f"{''.join(ins)}->{''.join(outs)}")
     return [*found, Signature((P,), (P,))]
 
 
-def _result_shape(call: OpCall) -> tuple[int, ...]:
-    (result,) = call.outputs
-    assert result is not None, call
-    return result.shape
-
-
-def _rules(names_: Sequence[str], signatures: SignatureRule, local: LocalRule | None = None):
-    return {op: OpRule(signatures, local) for op in aten(*names_)}
-
-
 #: as_strided is not here: what it means depends on the strides its input has, which a layout does not fix.
 RULES: Mapping[Callable, OpRule] = {
-    **_rules(
+    **rules(
         [
             "view",
             "view_copy",
@@ -197,7 +187,7 @@ RULES: Mapping[Callable, OpRule] = {
         reshaped,
         local_reshape,
     ),
-    **_rules(
+    **rules(
         [
             "permute",
             "permute_copy",
@@ -217,12 +207,12 @@ RULES: Mapping[Callable, OpRule] = {
         ],
         permuted,
     ),
-    **_rules(["alias_copy", "detach_copy", "lift"], same_dims),
-    **_rules(["squeeze", "squeeze.dim", "squeeze.dims"], squeezed, local_reshape),
-    **_rules(["squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims"], squeezed, local_reshape),
-    **_rules(["unsqueeze", "unsqueeze_copy"], unsqueezed),
-    **_rules(["expand", "expand_copy"], expanded, local_expand),
-    **_rules(["repeat"], repeated, local_repeat),
-    **_rules(["view.dtype", "view_copy.dtype"], retyped),
-    **_rules(["view_as_real", "view_as_real_copy", "view_as_complex", "view_as_complex_copy"], complex_parts),
+    **rules(["alias_copy", "detach_copy", "lift"], same_dims),
+    **rules(["squeeze", "squeeze.dim", "squeeze.dims"], squeezed, local_reshape),
+    **rules(["squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims"], squeezed, local_reshape),
+    **rules(["unsqueeze", "unsqueeze_copy"], unsqueezed),
+    **rules(["expand", "expand_copy"], expanded, local_expand),
+    **rules(["repeat"], repeated, local_repeat),
+    **rules(["view.dtype", "view_copy.dtype"], retyped),
+    **rules(["view_as_real", "view_as_real_copy", "view_as_complex", "view_as_complex_copy"], complex_parts),
 }
