@@ -1,0 +1,16 @@
+"""Passes over StepGraphs, one file each, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..rewrite import Pass
+from .clean import clean
+from .norms import join_norms
+from .prologue import hoist_counts
+
+#: The passes that every captured graph goes through. The name is what log and timing show.
+PASSES: Mapping[str, Pass] = MappingProxyType(
+    {"clean": clean, "join-norms": join_norms, "hoist-counts": hoist_counts}
+)

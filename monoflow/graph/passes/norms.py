@@ -1,0 +1,49 @@
+"""join-norms: the norm of the norms of many tensors becomes one root of one sum of squares.
+
+`clip_grad_norm_` takes a root per parameter, which is not linear: with sharded gradients every root would cost
+a collective of its own. The sum of squares costs one. Changes rounding, not the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..rewrite import copied, finished, insert_traced
+from ..step_graph import StepGraph
+
+aten = torch.ops.aten
+_NORM = aten.linalg_vector_norm.default
+
+
+def join_norms(graph: StepGraph) -> StepGraph:
+    """Rewrites norm(stack([norm(x), norm(y), ...])) as sqrt(sum(stack([sum(x*x), sum(y*y), ...])))."""
+    edited = copied(graph)
+    for node in list(edited.nodes):
+        stack = node.args[0] if _is_full_norm(node) else None
+        if not isinstance(stack, fx.Node) or stack.target is not aten.stack.default:
+            continue
+        parts: Any = stack.args[0]
+        if all(_is_full_norm(part) for part in parts):
+            sources = [part.args[0] for part in parts]
+            root = insert_traced(edited, node, _root_of_squares, (sources, node.meta["val"].dtype))
+            node.replace_all_uses_with(root)
+    return finished(graph, edited)
+
+
+def _is_full_norm(node: Any) -> bool:
+    """Whether the node is the 2-norm over all elements, in the tensor's own dtype."""
+    if not isinstance(node, fx.Node) or node.target is not _NORM:
+        return False
+    order = node.args[1] if len(node.args) > 1 else 2
+    dims = node.args[2] if len(node.args) > 2 else None
+    keepdim = node.args[3] if len(node.args) > 3 else False
+    return order == 2 and not dims and not keepdim and node.kwargs.get("dtype") is None
+
+
+def _root_of_squares(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    squares = [aten.sum.default(aten.mul.Tensor(x.to(wide), x.to(wide))) for x in tensors]
+    return torch.sqrt(aten.sum.default(torch.stack(squares))).to(dtype)
