@@ -1,0 +1,280 @@
+"""Transports: how collectives reach the other ranks. See `boxing.collectives.Transport` for the contract."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..boxing.collectives import Group, Tensors
+from ..mesh import Placement
+from ..sbp.layout import reduce
+
+Tensor = torch.Tensor
+
+_COLLECTIVES = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, order=True)
+class CommKey:
+    """What collectives are counted by."""
+
+    axis: str
+    kind: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CommStats:
+    """Collectives of one rank so far: (calls, bytes sent) per axis, kind and dtype.
+
+    Bytes are what a rank sends under the bandwidth-optimal algorithm (see `boxing.route`), padding of
+    uneven shards included.
+    """
+
+    counts: Mapping[CommKey, tuple[int, int]]
+
+    def calls(self, kind: str | None = None, axis: str | None = None) -> int:
+        """The number of calls, of one kind or axis or of all."""
+        return sum(count[0] for key, count in self.counts.items() if _matches(key, kind, axis))
+
+    def num_bytes(self, kind: str | None = None, axis: str | None = None) -> int:
+        """The bytes sent, by one kind or along one axis or all."""
+        return sum(count[1] for key, count in self.counts.items() if _matches(key, kind, axis))
+
+    def text(self) -> str:
+        """One line per axis, kind and dtype."""
+        return "\n".join(
+            f"{key.axis} {key.kind} {key.dtype}: {calls} calls, {num_bytes} bytes"
+            for key, (calls, num_bytes) in sorted(self.counts.items())
+        )
+
+
+def _matches(key: CommKey, kind: str | None, axis: str | None) -> bool:
+    return kind in (None, key.kind) and axis in (None, key.axis)
+
+
+@dataclass
+class _Counter:
+    """Counts what one rank sends."""
+
+    axes: tuple[str, ...]
+    counts: dict[CommKey, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, group: Group, kind: str, dtype: torch.dtype, num_bytes: int) -> None:
+        key = CommKey(self.axes[group.axis], kind, str(dtype).removeprefix("torch."))
+        calls, sent = self.counts.get(key, (0, 0))
+        self.counts[key] = (calls + 1, sent + num_bytes)
+
+    def snapshot(self) -> CommStats:
+        return CommStats(dict(self.counts))
+
+
+def _bytes_sent(kind: str, tensor: Tensor, group: Group) -> int:
+    """What a rank that passes `tensor` to a collective sends."""
+    others, size = group.size - 1, group.size
+    num_bytes = tensor.numel() * tensor.dtype.itemsize
+    if kind == "all_gather":
+        return others * num_bytes
+    if kind == "all_reduce":
+        return -(-2 * others * num_bytes // size)
+    if kind == "reduce_scatter":
+        return others * num_bytes // size
+    return -(-others * num_bytes // size)  # a broadcast, as each rank's share of passing it on
+
+
+class SimTransport:
+    """All ranks of a placement in one process: every member of a group is hosted, so nothing waits.
+
+    Reductions go in axis order, in the tensors' own dtype.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self._counters = {rank: _Counter(placement.axes) for rank in placement.ranks}
+
+    def stats(self, rank: int) -> CommStats:
+        """What `rank` has sent so far."""
+        return self._counters[rank].snapshot()
+
+    def all_gather(self, tensors: Tensors, group: Group) -> dict[int, Tensor]:
+        ordered = self._ordered(tensors, group, "all_gather")
+        return {rank: torch.stack(ordered) for rank in group.ranks}
+
+    def all_reduce(self, tensors: Tensors, op: str, group: Group) -> dict[int, Tensor]:
+        total = reduce(self._ordered(tensors, group, "all_reduce"), op)
+        return {rank: total.clone() for rank in group.ranks}
+
+    def reduce_scatter(self, tensors: Tensors, op: str, group: Group) -> dict[int, Tensor]:
+        ordered = self._ordered(tensors, group, "reduce_scatter")
+        return {
+            rank: reduce([tensor[index] for tensor in ordered], op).clone()
+            for index, rank in enumerate(group.ranks)
+        }
+
+    def all_to_all(
+        self,
+        pieces: Mapping[int, Sequence[Tensor]],
+        shapes: Mapping[int, Sequence[tuple[int, ...]]],
+        group: Group,
+    ) -> dict[int, list[Tensor]]:
+        self._check(pieces, group)
+        received: dict[int, list[Tensor]] = {}
+        for index, rank in enumerate(group.ranks):
+            received[rank] = [pieces[other][index].clone() for other in group.ranks]
+            expected = [tuple(shape) for shape in shapes[rank]]
+            got = [tuple(piece.shape) for piece in received[rank]]
+            assert got == expected, f"rank {rank} expects pieces of {expected} and is sent {got}"
+            own = pieces[rank]
+            sent = sum(p.numel() * p.dtype.itemsize for i, p in enumerate(own) if i != index)
+            self._counters[rank].add(group, "all_to_all", own[0].dtype, sent)
+        return received
+
+    def broadcast(self, tensors: Tensors, source: int, group: Group) -> dict[int, Tensor]:
+        self._ordered(tensors, group, "broadcast")
+        return {rank: tensors[source].clone() for rank in group.ranks}
+
+    def _check(self, tensors: Mapping[int, object], group: Group) -> None:
+        assert set(tensors) == set(group.ranks), f"{group} is given tensors of ranks {sorted(tensors)}"
+
+    def _ordered(self, tensors: Tensors, group: Group, kind: str) -> list[Tensor]:
+        self._check(tensors, group)
+        ordered = [tensors[rank] for rank in group.ranks]
+        kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in ordered}
+        assert len(kinds) == 1, f"{kind} of {group} is given different tensors: {kinds}"
+        for rank in group.ranks:
+            self._counters[rank].add(
+                group, kind, tensors[rank].dtype, _bytes_sent(kind, tensors[rank], group)
+            )
+        return ordered
+
+
+class DistTransport:
+    """One rank of a placement in a torch.distributed run; it hosts that rank alone.
+
+    Making one is a collective of the whole world: every process makes one for the same placement, also a
+    process whose rank is not in it (and which then never uses it).
+
+    Gloo and NCCL both have every collective used here (reduce-scatter and all-to-all with uneven splits
+    included, Gloo since torch 2.7). What they lack is dtypes: see `_carrier`.
+    """
+
+    def __init__(self, placement: Placement, rank: int) -> None:
+        self.placement, self.rank = placement, rank
+        grid = torch.tensor(placement.ranks, dtype=torch.int).view(placement.shape)
+        self._mesh = DeviceMesh(placement.device_type, grid, mesh_dim_names=placement.axes)
+        self._counter = _Counter(placement.axes)
+
+    def stats(self) -> CommStats:
+        """What this rank has sent so far."""
+        return self._counter.snapshot()
+
+    def all_gather(self, tensors: Tensors, group: Group) -> dict[int, Tensor]:
+        tensor = self._own(tensors)
+        if group.size == 1:
+            return {self.rank: tensor[None]}
+        self._count(group, "all_gather", tensor)
+        flat = _carrier(tensor).flatten()
+        gathered = _wait(_COLLECTIVES.all_gather_into_tensor(flat, group.size, self._name(group)))
+        return {self.rank: gathered.view(tensor.dtype).view(group.size, *tensor.shape)}
+
+    def all_reduce(self, tensors: Tensors, op: str, group: Group) -> dict[int, Tensor]:
+        tensor = self._own(tensors)
+        if group.size == 1:
+            return {self.rank: tensor}
+        self._count(group, "all_reduce", tensor)
+        value, op = _reducible(tensor, op)
+        total = _wait(_COLLECTIVES.all_reduce(value, op, self._name(group)))
+        return {self.rank: _restored(total, tensor.dtype)}
+
+    def reduce_scatter(self, tensors: Tensors, op: str, group: Group) -> dict[int, Tensor]:
+        tensor = self._own(tensors)
+        if group.size == 1:
+            return {self.rank: tensor[0]}
+        self._count(group, "reduce_scatter", tensor)
+        value, op = _reducible(tensor.flatten(), op)
+        part = _wait(_COLLECTIVES.reduce_scatter_tensor(value, op, group.size, self._name(group)))
+        return {self.rank: _restored(part, tensor.dtype).view(tensor.shape[1:])}
+
+    def all_to_all(
+        self,
+        pieces: Mapping[int, Sequence[Tensor]],
+        shapes: Mapping[int, Sequence[tuple[int, ...]]],
+        group: Group,
+    ) -> dict[int, list[Tensor]]:
+        own = pieces[self.rank]
+        if group.size == 1:
+            return {self.rank: list(own)}
+        dtype, me = own[0].dtype, group.ranks.index(self.rank)
+        flat = torch.cat([piece.flatten() for piece in own])
+        sent = sum(piece.numel() for i, piece in enumerate(own) if i != me) * dtype.itemsize
+        self._counter.add(group, "all_to_all", dtype, sent)
+        carried = _carrier(flat)
+        width = dtype.itemsize // carried.dtype.itemsize
+        counts = [math.prod(shape) for shape in shapes[self.rank]]
+        received = _wait(
+            _COLLECTIVES.all_to_all_single(
+                carried,
+                [count * width for count in counts],
+                [piece.numel() * width for piece in own],
+                self._name(group),
+            )
+        ).view(dtype)
+        parts = received.split(counts)
+        return {self.rank: [p.view(s) for p, s in zip(parts, shapes[self.rank], strict=True)]}
+
+    def broadcast(self, tensors: Tensors, source: int, group: Group) -> dict[int, Tensor]:
+        tensor = self._own(tensors)
+        if group.size == 1:
+            return {self.rank: tensor}
+        self._count(group, "broadcast", tensor)
+        sent = _COLLECTIVES.broadcast(
+            _carrier(tensor).flatten(), group.ranks.index(source), self._name(group)
+        )
+        return {self.rank: _wait(sent).view(tensor.dtype).view(tensor.shape)}
+
+    def _own(self, tensors: Tensors) -> Tensor:
+        assert set(tensors) == {self.rank}, f"rank {self.rank} is given tensors of ranks {sorted(tensors)}"
+        return tensors[self.rank].contiguous()
+
+    def _count(self, group: Group, kind: str, tensor: Tensor) -> None:
+        self._counter.add(group, kind, tensor.dtype, _bytes_sent(kind, tensor, group))
+
+    def _name(self, group: Group) -> str:
+        """The process group along an axis; functional collectives go by name."""
+        return self._mesh.get_group(group.axis).group_name
+
+
+def _wait(tensor: Tensor) -> Tensor:
+    return _COLLECTIVES.wait_tensor(tensor)
+
+
+#: What every back end carries as it is.
+_CARRIED = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
+)
+
+
+def _carrier(tensor: Tensor) -> Tensor:
+    """The same bytes in a dtype that every back end can move."""
+    tensor = tensor.contiguous()
+    if tensor.dtype in _CARRIED:
+        return tensor
+    return tensor.flatten().view(torch.uint8)
+
+
+def _reducible(tensor: Tensor, op: str) -> tuple[Tensor, str]:
+    """The tensor in a dtype that every back end can reduce, and the op to reduce it with."""
+    if tensor.dtype == torch.bool:  # 0 and 1 as bytes: a sum of truth values is their "or"
+        return tensor.view(torch.uint8), "max" if op == "sum" else op
+    if tensor.dtype in (torch.int8, torch.int16):
+        return tensor.to(torch.int32), op
+    return tensor, op
+
+
+def _restored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result of a reduction in the dtype it started from."""
+    return tensor.view(dtype) if dtype == torch.bool else tensor.to(dtype)
