@@ -1,0 +1,91 @@
+"""Rules of losses."""
+
+import pytest
+import torch
+from tests.null.rule_trial import holds, integers, proven, values
+
+from monoflow.sbp.rules.loss import RULES
+
+aten = torch.ops.aten
+NONE, MEAN, SUM = range(3)
+LOSSES = ["mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "binary_cross_entropy"]
+
+
+def _op(name):
+    return getattr(aten, name).default
+
+
+def _pair(*shape):
+    return torch.sigmoid(values(*shape)), torch.sigmoid(values(*shape, seed=1))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_elementwise_losses(name):
+    op = _op(name)
+    options = {"reduction": NONE}
+    assert proven(RULES[op], op, *_pair(5, 3), **options) == {"S(0), S(0) -> S(0)", "S(1), S(1) -> S(1)"}
+    summed = proven(RULES[op], op, *_pair(5, 3), reduction=SUM)
+    assert summed == {"S(0), S(0) -> P(sum)", "S(1), S(1) -> P(sum)"}
+    assert proven(RULES[op], op, *_pair(5, 3), reduction=MEAN) == set()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_elementwise_backward(name):
+    op = _op(f"{name}_backward")
+    extra = (1.0,) if name in ("smooth_l1_loss", "huber_loss") else ()
+
+    def found(grad, reduction):
+        options = (None, reduction) if name == "binary_cross_entropy" else (reduction, *extra)
+        return proven(RULES[op], op, grad, *_pair(5, 3), *options)
+
+    assert found(values(5, 3), NONE) == {
+        "S(0), S(0), S(0) -> S(0)", "S(1), S(1), S(1) -> S(1)", "P(sum), B, B -> P(sum)",
+    }  # fmt: skip
+    assert found(values(), SUM) == {
+        "B, S(0), S(0) -> S(0)", "B, S(1), S(1) -> S(1)", "P(sum), B, B -> P(sum)",
+    }  # fmt: skip
+    assert found(values(), MEAN) == set()
+
+
+@pytest.mark.parametrize("weight", [(5, 3), (3,), (5, 1)])
+def test_weights_broadcast(weight):
+    x, y = _pair(5, 3)
+    w = torch.sigmoid(values(*weight, seed=2))
+    op = aten.binary_cross_entropy.default
+    found = proven(RULES[op], op, x, y, w, SUM)
+    holds(found, f"S(0), S(0), {'S(0)' if weight[0] == 5 else 'B'} -> P(sum)")
+    op = aten.binary_cross_entropy_with_logits.default
+    assert len(proven(RULES[op], op, x, y, w, values(3, seed=3), NONE)) == 2
+    op = aten.binary_cross_entropy_backward.default
+    assert len(proven(RULES[op], op, values(5, 3, seed=4), x, y, w, NONE)) == 3
+
+
+@pytest.mark.parametrize("spatial", [(), (2, 3)])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("reduction", [NONE, SUM])
+def test_negative_log_likelihood(spatial, weighted, reduction):
+    name = "nll_loss2d" if spatial else "nll_loss"
+    scores, target = values(5, 4, *spatial), integers(4, 5, *spatial)
+    target.view(-1)[1] = -100
+    weight = values(4, seed=1).abs() if weighted else None
+    forward, backward = _op(f"{name}_forward"), _op(f"{name}_backward")
+    args = (scores, target, weight, reduction, -100)
+    tail = ", B" if weighted else ""
+    found = proven(RULES[forward], forward, *args)
+    holds(found, f"S(0), S(0){tail} -> " + ("S(0), B" if reduction == NONE else "P(sum), P(sum)"))
+    assert len(found) == 1 + len(spatial)
+    out, total = forward(*args)
+    found = proven(RULES[backward], backward, values(*out.shape, seed=2), *args, total)
+    grad = "S(0)" if reduction == NONE else "B"
+    holds(found, f"{grad}, S(0), S(0){tail}, B -> S(0)", f"P(sum), B, B{tail}, B -> P(sum)")
+    assert len(found) == 2 + len(spatial)
+
+
+def test_negative_log_likelihood_of_one_sample():
+    op = aten.nll_loss_forward.default
+    assert proven(RULES[op], op, values(4), torch.tensor(2), None, SUM, -100) == set()
+
+
+def test_mean_is_left_to_capture():
+    op = aten.nll_loss_forward.default
+    assert proven(RULES[op], op, values(5, 4), integers(4, 5), None, MEAN, -100) == set()
