@@ -1,6 +1,7 @@
 """Boxing: moving a tensor from one nd-SBP to another. Routes and prices are pure; collectives run them."""
 
-from .collectives import AxisMove, Group, Transport, apply_move, apply_route, run_collective
+from ..sbp.layout import reduce
+from .collectives import AxisMove, Group, Tensors, Transport, apply_move, apply_route, run_collective
 from .route import LinkCost, Move, Route, axis_price, collective_kind, fits_mesh, move_bytes, price, route
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "LinkCost",
     "Move",
     "Route",
+    "Tensors",
     "Transport",
     "apply_move",
     "apply_route",
@@ -17,6 +19,7 @@ __all__ = [
     "fits_mesh",
     "move_bytes",
     "price",
+    "reduce",
     "route",
     "run_collective",
 ]

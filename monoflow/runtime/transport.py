@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..boxing.collectives import Group, Tensors
+from ..boxing import Group, Tensors, reduce
 from ..mesh import Placement
-from ..sbp.layout import reduce
 
 Tensor = torch.Tensor
 
@@ -179,7 +179,8 @@ class DistTransport:
         self._count(group, "all_gather", tensor)
         flat = _carrier(tensor).flatten()
         gathered = _wait(_COLLECTIVES.all_gather_into_tensor(flat, group.size, self._name(group)))
-        return {self.rank: gathered.view(tensor.dtype).view(group.size, *tensor.shape)}
+        stacked = gathered.view(tensor.dtype).view(group.size, *tensor.shape)
+        return {self.rank: _reordered(stacked, self._seats(group))}
 
     def all_reduce(self, tensors: Tensors, op: str, group: Group) -> dict[int, Tensor]:
         tensor = self._own(tensors)
@@ -195,7 +196,7 @@ class DistTransport:
         if group.size == 1:
             return {self.rank: tensor[0]}
         self._count(group, "reduce_scatter", tensor)
-        value, op = _reducible(tensor.flatten(), op)
+        value, op = _reducible(_reordered(tensor, _inverse(self._seats(group))).flatten(), op)
         part = _wait(_COLLECTIVES.reduce_scatter_tensor(value, op, group.size, self._name(group)))
         return {self.rank: _restored(part, tensor.dtype).view(tensor.shape[1:])}
 
@@ -209,31 +210,32 @@ class DistTransport:
         if group.size == 1:
             return {self.rank: list(own)}
         dtype, me = own[0].dtype, group.ranks.index(self.rank)
-        flat = torch.cat([piece.flatten() for piece in own])
         sent = sum(piece.numel() for i, piece in enumerate(own) if i != me) * dtype.itemsize
         self._counter.add(group, "all_to_all", dtype, sent)
-        carried = _carrier(flat)
+        seats = self._seats(group)
+        members = _inverse(seats)
+        carried = _carrier(torch.cat([own[member].flatten() for member in members]))
         width = dtype.itemsize // carried.dtype.itemsize
-        counts = [math.prod(shape) for shape in shapes[self.rank]]
+        counts = [math.prod(shapes[self.rank][member]) for member in members]
         received = _wait(
             _COLLECTIVES.all_to_all_single(
                 carried,
                 [count * width for count in counts],
-                [piece.numel() * width for piece in own],
+                [own[member].numel() * width for member in members],
                 self._name(group),
             )
         ).view(dtype)
         parts = received.split(counts)
-        return {self.rank: [p.view(s) for p, s in zip(parts, shapes[self.rank], strict=True)]}
+        pairs = zip(seats, shapes[self.rank], strict=True)
+        return {self.rank: [parts[seat].view(shape) for seat, shape in pairs]}
 
     def broadcast(self, tensors: Tensors, source: int, group: Group) -> dict[int, Tensor]:
         tensor = self._own(tensors)
         if group.size == 1:
             return {self.rank: tensor}
         self._count(group, "broadcast", tensor)
-        sent = _COLLECTIVES.broadcast(
-            _carrier(tensor).flatten(), group.ranks.index(source), self._name(group)
-        )
+        seat = self._seats(group)[group.ranks.index(source)]
+        sent = _COLLECTIVES.broadcast(_carrier(tensor).flatten(), seat, self._name(group))
         return {self.rank: _wait(sent).view(tensor.dtype).view(tensor.shape)}
 
     def _own(self, tensors: Tensors) -> Tensor:
@@ -246,6 +248,20 @@ class DistTransport:
     def _name(self, group: Group) -> str:
         """The process group along an axis; functional collectives go by name."""
         return self._mesh.get_group(group.axis).group_name
+
+    def _seats(self, group: Group) -> list[int]:
+        """For each member, in axis order, its rank in the process group: torch sorts those."""
+        ordered = dist.get_process_group_ranks(self._mesh.get_group(group.axis))
+        return [ordered.index(rank) for rank in group.ranks]
+
+
+def _inverse(seats: Sequence[int]) -> list[int]:
+    return [seats.index(i) for i in range(len(seats))]
+
+
+def _reordered(stacked: Tensor, order: list[int]) -> Tensor:
+    """The parts of the first dim in another order; the tensor itself if that is the order it has."""
+    return stacked if order == list(range(len(order))) else stacked[order]
 
 
 def _wait(tensor: Tensor) -> Tensor:
