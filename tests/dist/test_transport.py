@@ -114,6 +114,11 @@ def test_scalars(run_ranks: RunRanks):
     run_ranks(2, check_pairs, [0, 1], [()], [B, P], DTYPES)
 
 
+def test_axis_order_that_is_a_rotation(run_ranks: RunRanks):
+    """torch sorts the ranks of a process group: an order unlike its own inverse tells the two apart."""
+    run_ranks(3, check_pairs, [1, 2, 0], [(7, 5)], [B, P, S(0), S(1), S(0, 1, 7)], [torch.int64])
+
+
 def test_every_pair_on_a_grid(run_ranks: RunRanks):
     texts = run_ranks(4, check_pairs, [[3, 1], [2, 0]], [(5, 3)], GRID, [torch.float32])
     for text in texts:

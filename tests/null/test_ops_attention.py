@@ -287,6 +287,23 @@ def test_batch_and_heads_on_two_axes():
         prove_nd(op, args, {}, [batch, heads], (2, 2), RULES[op])
 
 
+@pytest.mark.parametrize("value_size", [8, 4])
+def test_torch_finds_nothing_wrong_with_the_op(value_size):
+    q, k, v = tensors(((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, value_size)), torch.float32)
+    mask = torch.rand(2, 1, 1, 7) > 0.3
+    torch.library.opcheck(attention, (q, k, v, mask, False, 0.5))
+    out, lse = (x.detach() for x in attention(q, k, v, mask, False, 0.5))
+    args = (torch.ones_like(out), *(x.detach() for x in (q, k, v)), mask, out, lse, False, 0.5)
+    torch.library.opcheck(attention_backward, args)
+
+
+def test_a_bias_that_wants_a_gradient_is_refused():
+    q, k, v = tensors(SIZES["self"], torch.float32)
+    out, _ = attention(q, k, v, torch.zeros(5, 5, requires_grad=True), False, 1.0)
+    with pytest.raises(AssertionError, match="no gradient for its bias"):
+        out.sum().backward()
+
+
 def test_shapes_that_do_not_fit_are_refused():
     q, k, v = (x.detach() for x in tensors(SIZES["cross"], torch.float32))
     with pytest.raises(AssertionError, match=r"k \[2, 2, 9, 8\]"):

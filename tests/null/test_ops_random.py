@@ -189,6 +189,12 @@ def test_one_node_when_traced_and_functionalized():
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("op", RULES)
+def test_torch_finds_nothing_wrong_with_the_op(op):
+    kwargs = {} if op is bits else {"dtype": torch.float32}
+    torch.library.opcheck(op, (KEY, 3, [4, 5]), kwargs)
+
+
 def test_fake_results_have_shape_and_dtype():
     with FakeTensorMode():
         key = torch.zeros((), dtype=torch.int64)

@@ -149,11 +149,13 @@ def _math_backward(
 
 
 LIBRARY.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool is_causal, float scale) -> (Tensor, Tensor)"
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? bias, bool is_causal, float scale) -> (Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 LIBRARY.define(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor out, Tensor lse,"
-    " bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+    " bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
 )
 LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
@@ -200,6 +202,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _autograd(ctx, grad_out: Tensor | None, grad_lse: Tensor | None):
+    assert not ctx.needs_input_grad[3], "attention has no gradient for its bias: use torch's own form"
     if grad_out is None:
         return (None,) * 6
     q, k, v, bias, out, lse = ctx.saved_tensors

@@ -227,9 +227,12 @@ def _bits(
 _ARGS = "Tensor key, int op, SymInt[] shape, *"
 _PART = "SymInt[]? global_shape=None, SymInt[]? runs=None) -> Tensor"
 
-LIBRARY.define(f"uniform({_ARGS}, ScalarType dtype, {_PART}")
-LIBRARY.define(f"normal({_ARGS}, ScalarType dtype, {_PART}")
-LIBRARY.define(f"bits({_ARGS}, {_PART}")
+for _schema in (
+    f"uniform({_ARGS}, ScalarType dtype, {_PART}",
+    f"normal({_ARGS}, ScalarType dtype, {_PART}",
+    f"bits({_ARGS}, {_PART}",
+):
+    LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
 LIBRARY.impl("uniform", _uniform, "CompositeExplicitAutograd")
 LIBRARY.impl("normal", _normal, "CompositeExplicitAutograd")
 LIBRARY.impl("bits", _bits, "CompositeExplicitAutograd")
