@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.null.rule_trial import holds, integers, proven, values
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from monoflow.sbp.layout import B, P, S
 from monoflow.sbp.oracle import missing_signatures
 from monoflow.sbp.rules.embedding import RULES, embedding_shard
 from monoflow.sbp.signature import LocalCall, TensorMeta, TensorShard
+from tests.null.rule_trial import holds, integers, proven, values
 
 aten = torch.ops.aten
 LOOK_UP, BACKWARD = aten.embedding.default, aten.embedding_dense_backward.default
@@ -69,7 +69,7 @@ def test_local_form_can_be_traced():
     weight, index = values(4, 3), torch.tensor([1, 5])
     graph = make_fx(lambda w, i: embedding_shard(w, i, 8, (0, 4)), tracing_mode="fake")(weight, index)
     assert torch.equal(graph(weight, index), embedding_shard(weight, index, 8, (0, 4)))
-    with pytest.raises(IndexError, match="index 9 .* 8 rows"):
+    with pytest.raises(IndexError, match=r"index 9 .* 8 rows"):
         graph(weight, torch.tensor([9, 1]))
 
 

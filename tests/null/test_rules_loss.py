@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.null.rule_trial import holds, integers, proven, values
 
 from monoflow.sbp.rules.loss import RULES
+from tests.null.rule_trial import holds, integers, proven, values
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = range(3)
@@ -22,8 +22,7 @@ def _pair(*shape):
 @pytest.mark.parametrize("name", LOSSES)
 def test_elementwise_losses(name):
     op = _op(name)
-    options = {"reduction": NONE}
-    assert proven(RULES[op], op, *_pair(5, 3), **options) == {"S(0), S(0) -> S(0)", "S(1), S(1) -> S(1)"}
+    assert proven(RULES[op], op, *_pair(5, 3), reduction=NONE) == {"S(0), S(0) -> S(0)", "S(1), S(1) -> S(1)"}
     summed = proven(RULES[op], op, *_pair(5, 3), reduction=SUM)
     assert summed == {"S(0), S(0) -> P(sum)", "S(1), S(1) -> P(sum)"}
     assert proven(RULES[op], op, *_pair(5, 3), reduction=MEAN) == set()

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.null.rule_trial import holds, proven, values
 
 from monoflow.sbp.oracle import missing_signatures
 from monoflow.sbp.rules.matmul import RULES
+from tests.null.rule_trial import holds, proven, values
 
 aten = torch.ops.aten
 

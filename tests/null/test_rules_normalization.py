@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 import torch
-from tests.null.rule_trial import holds, proven, same_as_expanded, values
 
 from monoflow.sbp.rules.normalization import RULES, rms_norm_backward_expand
+from tests.null.rule_trial import holds, proven, same_as_expanded, values
 
 aten = torch.ops.aten
 LAYER, LAYER_BACKWARD = aten.native_layer_norm.default, aten.native_layer_norm_backward.default

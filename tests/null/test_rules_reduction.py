@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tests.null.rule_trial import holds, integers, proven, same_as_expanded, values
 
 from monoflow.sbp.oracle import missing_signatures
 from monoflow.sbp.rules import reduction
 from monoflow.sbp.rules.reduction import RULES
+from tests.null.rule_trial import holds, integers, proven, same_as_expanded, values
 
 aten = torch.ops.aten
 X = values(5, 6, 4)
@@ -51,7 +51,9 @@ def test_sum_over_dims(dims, keepdim):
 
 
 @pytest.mark.parametrize(
-    "x", [X.float(), integers(9, 5, 6), integers(2, 5, 6).bool(), integers(9, 5, 6).int()], ids=lambda x: str(x.dtype)
+    "x",
+    [X.float(), integers(9, 5, 6), integers(2, 5, 6).bool(), integers(9, 5, 6).int()],
+    ids=lambda x: str(x.dtype),
 )
 def test_sum_of_other_dtypes(x):
     op = aten.sum.dim_IntList

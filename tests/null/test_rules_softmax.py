@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from tests.null.rule_trial import proven, same_as_expanded, values
 
 from monoflow.sbp.oracle import missing_signatures
 from monoflow.sbp.rules.softmax import RULES
+from tests.null.rule_trial import proven, same_as_expanded, values
 
 aten = torch.ops.aten
 FORWARD = [aten._softmax.default, aten._log_softmax.default]

@@ -80,10 +80,7 @@ def named(
     """
     names = tensor_names(call)
     assert len(names) == len(call.inputs), (names, call)
-    ins = [
-        inputs.get(name, "_" * len(meta.shape))
-        for name, meta in zip(names, call.inputs, strict=True)
-    ]
+    ins = [inputs.get(name, "_" * len(meta.shape)) for name, meta in zip(names, call.inputs, strict=True)]
     found = letters(call, axis_size, forms, f"{','.join(ins)}->{','.join(outputs)}", reduce_op=reduce_op)
     for group in linear:
         found.append(linear_signature(call, [i for i, name in enumerate(names) if name in group]))
@@ -104,7 +101,8 @@ def contracted_bias(signatures: Iterable[Signature], bias: int | None) -> list[S
     if bias is None:
         return list(signatures)
     return [
-        Signature(_put(one.inputs, bias, P), one.outputs) if one.outputs[0] == P else one for one in signatures
+        Signature(_put(one.inputs, bias, P), one.outputs) if one.outputs[0] == P else one
+        for one in signatures
     ]
 
 
@@ -119,7 +117,7 @@ def dim_letters(shape: Sequence[int], fixed: Iterable[int] = ()) -> str:
 
 
 def broadcast_letters(shape: Sequence[int], group: str, whole: Sequence[int]) -> str:
-    """The letters of a tensor that broadcasts (from the right) to one of shape `whole` and letters `group`."""
+    """The letters of a tensor that broadcasts to one of shape `whole` and letters `group`."""
     lead = len(whole) - len(shape)
     return "".join(
         group[lead + dim] if lead + dim >= 0 and extent == whole[lead + dim] else "_"

@@ -7,10 +7,19 @@ from dataclasses import replace
 
 import torch
 
-from ..layout import B, Sbp, Split, canonical, fits
+from ...errors import LayoutError
+from ..layout import B, Sbp, Split, canonical, fits, text
 from ..registry import Forms, OpRule, aten
 from ..signature import LocalCall, LocalOp, OpCall, Signature
-from .common import any_empty, argument, contracted_bias, linear_signature, named, tensor_names, with_arguments
+from .common import (
+    any_empty,
+    argument,
+    contracted_bias,
+    linear_signature,
+    named,
+    tensor_names,
+    with_arguments,
+)
 
 
 def _letters(call: OpCall, image: str) -> tuple[str, str, str]:
@@ -42,7 +51,9 @@ def _backward_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Sig
     # The bias gradient does not know input channels: every rank that has the whole output has all of it.
     if call.outputs[2] is not None:
         grad = tensor_names(call).index("grad_output")
-        found = [replace(one, outputs=(*one.outputs[:2], B)) if one.inputs[grad] == B else one for one in found]
+        found = [
+            replace(one, outputs=(*one.outputs[:2], B)) if one.inputs[grad] == B else one for one in found
+        ]
     return [*found, *_by_group(call, axis_size, forms)]
 
 
@@ -95,8 +106,14 @@ def _group_layout(call: OpCall, axis_size: int, blocks: int, inner: int, outer: 
 def _local_groups(call: LocalCall) -> int:
     """How many groups the shard has: all of them, unless its channels are split by groups."""
     groups = argument(call, "groups")
+    if groups == 1:
+        return 1
     image = call.inputs[tensor_names(call).index("input")]
-    return groups if groups == 1 else image.shape[1] // (image.meta.shape[1] // groups)
+    channels, inner = image.shape[1], image.meta.shape[1] // groups
+    # Each axis alone splits by whole groups; several axes over the same few groups may not.
+    if channels % inner:
+        raise LayoutError(f"{text(image.sbp)}: {channels} channels are not whole groups of {inner}")
+    return channels // inner
 
 
 def _local(call: LocalCall) -> LocalOp:
@@ -119,9 +136,7 @@ def _backward_local(call: LocalCall) -> LocalOp:
     return call.op, args, kwargs
 
 
-def empty_convolution(
-    input: torch.Tensor, bias: torch.Tensor | None, shape: Sequence[int]
-) -> torch.Tensor:
+def empty_convolution(input: torch.Tensor, bias: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
     """A convolution over no element (torch refuses some of them): the bias alone."""
     out = input.new_zeros(shape)
     return out if bias is None else out + bias.reshape(-1, *[1] * (len(shape) - 2))

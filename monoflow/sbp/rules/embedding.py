@@ -20,10 +20,13 @@ def check_index(index: torch.Tensor, size: int) -> torch.Tensor:
     if index.numel() and index.device.type == "cpu":
         low, high = (int(one) for one in torch.aminmax(index))
         if low < 0 or high >= size:
-            raise IndexError(f"index {low if low < 0 else high} is out of range for a vocabulary of {size} rows")
+            raise IndexError(
+                f"index {low if low < 0 else high} is out of range for a vocabulary of {size} rows"
+            )
     elif index.numel():
         # A read-back would stall an accelerator's stream; its own assertion does not.
-        torch._assert_async(((index >= 0) & (index < size)).all())
+        held = ((index >= 0) & (index < size)).all()
+        torch.ops.aten._assert_async.msg(held, f"an index is out of range for a vocabulary of {size} rows")
     return index.clone()
 
 
@@ -55,7 +58,9 @@ def embedding_shard(weight: torch.Tensor, index: torch.Tensor, size: int, runs: 
         return weight.new_zeros([*index.shape, weight.shape[1]])
     local = shard_index(index, runs)
     rows = torch.ops.aten.embedding.default(weight, local.clamp(min=0))
-    return torch.where((local >= 0).unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device))
+    return torch.where(
+        (local >= 0).unsqueeze(-1), rows, torch.zeros((), dtype=rows.dtype, device=rows.device)
+    )
 
 
 def embedding_backward_shard(

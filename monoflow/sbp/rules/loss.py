@@ -56,8 +56,7 @@ def _nll(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     if reduction == _SUM:
         return named(call, axis_size, forms, groups, ["", ""])
     # Without a reduction the kernel leaves the total weight at zero, so every rank has the same.
-    found = named(call, axis_size, forms, groups, [target, "-"])
-    return found
+    return named(call, axis_size, forms, groups, [target, "-"])
 
 
 def _nll_backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:

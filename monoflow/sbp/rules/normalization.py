@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_lowercase
-from typing import Any
 
 import torch
 
-from ..layout import Split, canonical, fits
+from ...errors import LayoutError
+from ..layout import B, Split, canonical, fits, text
 from ..registry import Forms, OpRule, aten
 from ..signature import LocalCall, LocalOp, OpCall, Signature
 from .common import (
@@ -18,9 +18,8 @@ from .common import (
     compute_dtype,
     dim_letters,
     empty_outputs,
-    linear_signature,
+    has_argument,
     named,
-    new_zeros,
     tensor_names,
     with_arguments,
 )
@@ -171,11 +170,10 @@ def _group_split(call: OpCall, axis_size: int) -> tuple[Split, Split] | None:
 
 def _group_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """native_group_norm and its backward: samples, and channels by whole groups."""
-    backward = len(call.outputs) == 3 and "grad_out" in tensor_names(call)
-    sample, per_group, channel = _group_letters(call)
+    backward = "grad_out" in tensor_names(call)
+    sample, per_group = _group_letters(call)
     groups = {"grad_out": sample, "input": sample, "mean": per_group, "rstd": per_group}
-    outs = [sample, "__", "__"] if not backward else [sample, "_", "_"]
-    outs = [sample, per_group, per_group] if not backward else outs
+    outs = [sample, "_", "_"] if backward else [sample, per_group, per_group]
     found = named(call, axis_size, forms, groups, outs, linear=[("grad_out",)] if backward else ())
     split = _group_split(call, axis_size)
     if split is not None:
@@ -183,9 +181,10 @@ def _group_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signat
     return found
 
 
-def _group_letters(call: OpCall) -> tuple[str, str, str]:
+def _group_letters(call: OpCall) -> tuple[str, str]:
+    """Letters of the image and of the statistics: samples only."""
     rank = len(call.inputs[tensor_names(call).index("input")].shape)
-    return "n" + "_" * (rank - 1), "n_", "_"
+    return "n" + "_" * (rank - 1), "n_"
 
 
 def _by_group(call: OpCall, channel: Split, group: Split, backward: bool) -> Signature:
@@ -201,10 +200,7 @@ def _by_group(call: OpCall, channel: Split, group: Split, backward: bool) -> Sig
     inputs = tuple(layout[name] for name in tensor_names(call))
     kinds = ("input", "weight", "bias") if backward else ("input", "mean", "rstd")
     outputs = zip(kinds, call.outputs, strict=True)
-    absent = linear_signature(call, ()).outputs  # B where an output is absent
-    return Signature(
-        inputs, tuple(absent[i] if out is None else layout[kind] for i, (kind, out) in enumerate(outputs))
-    )
+    return Signature(inputs, tuple(B if out is None else layout[kind] for kind, out in outputs))
 
 
 def _group_local(call: LocalCall) -> LocalOp:
@@ -214,6 +210,9 @@ def _group_local(call: LocalCall) -> LocalOp:
     assert statistics is not None
     samples, groups = statistics.shape
     channels = call.inputs[0].shape[1]
+    # Each axis alone splits by whole groups; several axes over the same few groups may not.
+    if channels * argument(call, "group") != groups * argument(call, "C"):
+        raise LayoutError(f"{text(call.inputs[0].sbp)}: {channels} channels are not {groups} whole groups")
     if samples == 0 or groups == 0:
         return empty_outputs(call, call.args[0])
     args, kwargs = with_arguments(call, N=samples, C=channels, group=groups)
@@ -243,8 +242,8 @@ def group_norm_expand(
     if bias is not None:
         out = out + bias.to(wide).reshape(1, group, C // group, 1)
     kept = _statistics_dtype(input, weight, bias)
-    statistics = (one.reshape(N, group).to(kept) for one in (mean, rstd))
-    return out.reshape(input.shape).to(input.dtype), *statistics
+    mean, rstd = mean.reshape(N, group).to(kept), rstd.reshape(N, group).to(kept)
+    return out.reshape(input.shape).to(input.dtype), mean, rstd
 
 
 def group_norm_backward_expand(
@@ -283,8 +282,7 @@ def _batch_signatures(backward: bool, call: OpCall, axis_size: int, forms: Forms
     """Channels always; with running statistics (eval) every other dim too."""
     names = tensor_names(call)
     flag = "train" if backward else "training"
-    has_flag = any(one.name == flag for one in call.op._schema.arguments)  # pyright: ignore
-    training = has_flag and argument(call, flag)
+    training = has_argument(call, flag) and argument(call, flag)
     whole = call.inputs[names.index("input")].shape
     group = dim_letters(whole, [d for d in range(len(whole)) if d != 1] if training else ())
     channel = group[1]
@@ -299,7 +297,7 @@ def _batch_signatures(backward: bool, call: OpCall, axis_size: int, forms: Forms
     return named(call, axis_size, forms, groups, outs, linear=[("grad_out",)] if backward else ())
 
 
-def _batch_local(backward: bool, call: LocalCall) -> LocalOp:
+def _batch_local(call: LocalCall) -> LocalOp:
     """The kernels refuse empty shards: gradients are then zeros, results empty."""
     shard = call.inputs[tensor_names(call).index("input")]
     if 0 not in shard.shape or 0 in shard.meta.shape:
@@ -316,10 +314,10 @@ _FAMILY: dict[str, _Rule] = {
     "native_group_norm": (_group_signatures, _group_local, group_norm_expand),
     "native_group_norm_backward": (_group_signatures, _group_local, group_norm_backward_expand),
     "_native_batch_norm_legit_no_training": (
-        partial(_batch_signatures, False), partial(_batch_local, False), None,
+        partial(_batch_signatures, False), _batch_local, None,
     ),
-    "native_batch_norm": (partial(_batch_signatures, False), partial(_batch_local, False), None),
-    "native_batch_norm_backward": (partial(_batch_signatures, True), partial(_batch_local, True), None),
+    "native_batch_norm": (partial(_batch_signatures, False), _batch_local, None),
+    "native_batch_norm_backward": (partial(_batch_signatures, True), _batch_local, None),
 }  # fmt: skip
 RULES: dict[Callable, OpRule] = {
     op: OpRule(signatures, local, expand)

@@ -96,9 +96,9 @@ def _argument(call: OpCall, name: str) -> object:
 
 #: Jointly linear in all their lists.
 _FOREACH_LINEAR = [
-    "_foreach_add.List", "_foreach_sub.List", "_foreach_neg", "_foreach_mul.Scalar", "_foreach_mul.ScalarList",
-    "_foreach_mul.Tensor", "_foreach_div.Scalar", "_foreach_div.ScalarList", "_foreach_div.Tensor",
-    "_foreach_lerp.Scalar", "_foreach_clone",
+    "_foreach_add.List", "_foreach_sub.List", "_foreach_neg", "_foreach_lerp.Scalar", "_foreach_clone",
+    "_foreach_mul.Scalar", "_foreach_mul.ScalarList", "_foreach_mul.Tensor",
+    "_foreach_div.Scalar", "_foreach_div.ScalarList", "_foreach_div.Tensor",
 ]  # fmt: skip
 #: The other elementwise ones, by name.
 _FOREACH = """

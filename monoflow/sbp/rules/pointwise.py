@@ -8,18 +8,16 @@ from string import ascii_lowercase
 
 import torch
 
-from ..layout import B, Split, canonical, fits
+from ..layout import Split, canonical, fits
 from ..registry import Forms, OpRule, aten, letters
-from ..signature import OpCall, Signature, TensorMeta
+from ..signature import OpCall, Signature
 from .common import argument, broadcast_letters, linear_signature, tensor_names
 
 #: Of one call: the groups of argument names in which the op is jointly linear.
 Linearity = Callable[[OpCall], Sequence[Sequence[str]]]
 
 
-def pointwise_signatures(
-    linearity: Linearity, call: OpCall, axis_size: int, forms: Forms
-) -> list[Signature]:
+def pointwise_signatures(linearity: Linearity, call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Splits of every dim of the (broadcast) result, and P(sum) where the op is linear."""
     whole = max((out.shape for out in call.outputs if out is not None), key=len)
     group = "".join(
@@ -155,8 +153,6 @@ def _rule(linearity: Linearity) -> OpRule:
     return OpRule(partial(pointwise_signatures, linearity))
 
 
-RULES: dict[Callable, OpRule] = {
-    op: _rule(_never) for name in _OTHERS.split() for op in _tagged(name)
-}
+RULES: dict[Callable, OpRule] = {op: _rule(_never) for name in _OTHERS.split() for op in _tagged(name)}
 RULES |= {op: _rule(linearity) for linearity, names in _LINEARITY.items() for op in aten(*names)}
 RULES |= {op: OpRule(_halves) for op in aten("glu", "glu_backward")}

@@ -53,7 +53,9 @@ def _pad_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signatur
     return [*found, linear_signature(call, (0,))] if argument(call, "value") == 0 else found
 
 
-def _shuffle_signatures(factor: str, spatial_out: bool, call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+def _shuffle_signatures(
+    factor: str, spatial_out: bool, call: OpCall, axis_size: int, forms: Forms
+) -> list[Signature]:
     """pixel_shuffle and its inverse: a channel on one side is factor * factor channels on the other."""
     shape = call.inputs[0].shape
     found = spatial_signatures(3, True, call, axis_size, forms)
@@ -69,16 +71,15 @@ def _shuffle_signatures(factor: str, spatial_out: bool, call: OpCall, axis_size:
     return [*found, Signature((laid[0],), (laid[1],))]
 
 
-def _columns_signatures(kernel: str, call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    """im2col and col2im: the batch splits (channels are merged with kernel positions)."""
-    groups = [dim_letters(meta.shape, range(-spatial, 0)) for meta, spatial in _column_shapes(call)]
+def _columns_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """im2col and col2im: the batch splits; channels are merged with kernel positions."""
+    batched = len(call.inputs[0].shape) == (4 if "im2col" in str(call.op) else 3)
+    groups = [
+        ("n" if batched else "_") + "_" * (len(meta.shape) - 1)
+        for meta in (call.inputs[0], call.outputs[0])
+        if meta is not None
+    ]
     return [*letters(call, axis_size, forms, f"{groups[0]}->{groups[1]}"), linear_signature(call, (0,))]
-
-
-def _column_shapes(call: OpCall):  # noqa: ANN202
-    for meta in (call.inputs[0], call.outputs[0]):
-        assert meta is not None
-        yield meta, len(meta.shape) - 1 if len(meta.shape) > 2 else len(meta.shape)
 
 
 def _dims(template: str) -> list[tuple[str, int]]:
@@ -112,9 +113,12 @@ for _linear, _templates in ((True, _LINEAR), (False, _NOT_LINEAR)):
 for _name, _count in _LINEAR_BY_NAME.items():
     RULES |= _spatial(_count, True, _name, f"{_name}.vec", f"{_name}_backward")
 RULES |= {op: OpRule(_pad_signatures) for op in aten("constant_pad_nd")}
-RULES |= {op: OpRule(partial(_shuffle_signatures, "upscale_factor", True), spatial_local) for op in aten("pixel_shuffle")}
+RULES |= {
+    op: OpRule(partial(_shuffle_signatures, "upscale_factor", True), spatial_local)
+    for op in aten("pixel_shuffle")
+}
 RULES |= {
     op: OpRule(partial(_shuffle_signatures, "downscale_factor", False), spatial_local)
     for op in aten("pixel_unshuffle")
 }
-RULES |= {op: OpRule(partial(_columns_signatures, ""), spatial_local) for op in aten("im2col", "col2im")}
+RULES |= {op: OpRule(_columns_signatures, spatial_local) for op in aten("im2col", "col2im")}

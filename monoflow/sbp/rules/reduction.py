@@ -12,7 +12,15 @@ import torch
 from ..layout import Partial
 from ..registry import Forms, OpRule, aten, letters, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature
-from .common import any_empty, argument, compute_dtype, dim_letters, has_argument, linear_signature, reduced_dims
+from .common import (
+    any_empty,
+    argument,
+    compute_dtype,
+    dim_letters,
+    has_argument,
+    linear_signature,
+    reduced_dims,
+)
 
 Dims = int | Sequence[int] | None
 
@@ -147,7 +155,9 @@ def norm_expand(
     return total.to(result)
 
 
-def _norm_full_expand(x: torch.Tensor, p: float | None = 2, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _norm_full_expand(
+    x: torch.Tensor, p: float | None = 2, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     return norm_expand(x, p, dtype=dtype)
 
 
@@ -198,4 +208,7 @@ RULES: dict[Callable, OpRule] = {
     **_along(True, "cumsum"),
     **_along(False, "cumprod", "logcumsumexp", "cummax", "cummin", "sort", "sort.stable", "topk"),
 }
-RULES |= {op: OpRule(partial(reduction_signatures, None, False), expand=logsumexp_expand) for op in aten("logsumexp")}
+RULES |= {
+    op: OpRule(partial(reduction_signatures, None, False), expand=logsumexp_expand)
+    for op in aten("logsumexp")
+}
