@@ -16,21 +16,21 @@ Tensor = torch.Tensor
 
 
 class AttentionMode(TorchFunctionMode):
-    """Turns `F.scaled_dot_product_attention` into `monoflow::attention`.
+    """Turns calls of `F.scaled_dot_product_attention` into `scaled_dot_product_attention` below.
 
-    A call that the op cannot hold (dropout, a mask that needs a gradient, sizes that broadcast) becomes
-    torch's own mathematical form, which traces to primitive ops.
+    Python's function modes do not see calls that torch's own Python functions make once a mode has been
+    asked about them (`F.multi_head_attention_forward`), nor those of a backward pass.
     """
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.scaled_dot_product_attention:
-            return _scaled_dot_product_attention(*args, **(kwargs or {}))
+            return scaled_dot_product_attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-def _scaled_dot_product_attention(
+def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -40,6 +40,11 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """`F.scaled_dot_product_attention` as `monoflow::attention` where that op holds the call.
+
+    A call that it cannot hold (dropout, a mask that needs a gradient, sizes that broadcast) becomes torch's
+    own mathematical form, which traces to primitive ops.
+    """
     if enable_gqa and query.dim() >= 3:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
