@@ -15,6 +15,7 @@ from monoflow.sbp.rules.index import RULES, read_shard
 from monoflow.sbp.signature import LocalCall, Signature, TensorMeta, TensorShard
 
 aten = torch.ops.aten
+torch.manual_seed(0)
 
 
 def randn(*shape: int) -> torch.Tensor:

@@ -24,6 +24,7 @@ from monoflow.sbp.rules.view import RULES, carry
 from monoflow.sbp.signature import Signature, TensorMeta
 
 aten = torch.ops.aten
+torch.manual_seed(0)
 X = torch.randn(6, 1, 4, 5)
 
 
