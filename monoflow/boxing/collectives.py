@@ -73,6 +73,12 @@ class AxisMove:
     shape: tuple[int, ...]
     axis_size: int
 
+    @classmethod
+    def of(cls, move: Move, coordinate: Sequence[int]) -> AxisMove:
+        """A route's move for the group of the rank at `coordinate`."""
+        axis = move.axis
+        return cls(move.source[axis], move.target[axis], move.group_shape(coordinate), move.mesh[axis])
+
     @cached_property
     def kind(self) -> Kind:
         kind = collective_kind(self.source, self.target)
@@ -241,12 +247,7 @@ def apply_move(move: Move, tensors: Tensors, placement: Placement, transport: Tr
         if rank in results:
             continue
         group = Group(move.axis, placement.group(move.axis, rank))
-        axis_move = AxisMove(
-            move.source[move.axis],
-            move.target[move.axis],
-            move.group_shape(placement.coordinate(rank)),
-            group.size,
-        )
+        axis_move = AxisMove.of(move, placement.coordinate(rank))
         hosted = {member: tensors[member] for member in group.ranks if member in tensors}
         results |= run_collective(axis_move, hosted, group, transport)
     return results
