@@ -13,12 +13,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hf]'
 	@touch $@
 
-# A GPT on the standard library's own source: two ranks, then the first 20 steps on one rank to compare.
-DEMO := --layers 2 --width 128 --heads 4 --context 128 --batch 16 --steps 200 --lr 2e-3
+# A small GPT on the standard library's own source, on two ranks; then its first 20 steps on one rank.
+DEMO := examples/gpt/train.py --layers 4 --width 128 --heads 4 --context 128 --batch 16 --steps 300 --lr 2e-3
 demo: $(STAMP)
-	$(BIN)/monoflow run -n 2 examples/gpt/train.py $(DEMO) --out runs/demo --losses runs/demo/losses.txt
-	$(BIN)/monoflow run -n 1 examples/gpt/train.py $(DEMO) --stop-after 20 --quiet \
-		--losses runs/demo/losses-1.txt --compare runs/demo/losses.txt
+	$(BIN)/monoflow run -n 2 $(DEMO) --out runs/demo --losses runs/demo/two-ranks.txt
+	$(BIN)/monoflow run -n 1 $(DEMO) --stop-after 20 --no-sample --compare runs/demo/two-ranks.txt
 
 test: check
 	$(BIN)/python -m pytest -n 2
