@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn.modules import module as nn_module
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from ..graph.step_graph import NodeInfo, Phase
 from ..sbp.random_mode import random_or
+from .attention import scaled_dot_product_attention
 from .optimizers import is_fused_update, run_fused_update
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CONTEXTLIB = contextlib.__file__
 aten = torch.ops.aten
 
 _READS_VALUE = {
@@ -40,22 +46,23 @@ _DATA_SIZED = {
     aten.repeat_interleave.Tensor: "repeat_interleave with a tensor of repeats",
     aten.bincount.default: "bincount",
 }
+_MASKS = (torch.bool, torch.uint8)
 
 
-def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Frames outside torch and monoflow, innermost first."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_TORCH_DIR, _OWN_DIR, "<")) and "contextlib" not in name:
-            yield frame
-        frame = frame.f_back
+@contextmanager
+def logical_attention() -> Iterator[None]:
+    """Within: scaled-dot-product attention is `monoflow::attention`, wherever it is called from.
 
-
-def source_line(frame: FrameType | None) -> str:
-    """`file:line` of the innermost user frame, "" if there is none."""
-    for one in user_frames(frame):
-        return f"{one.f_code.co_filename}:{one.f_lineno}"
-    return ""
+    Below autocast, above autograd: so its inputs are cast as in an eager run, and recomputation in a backward
+    pass (where Python's function modes are off) gets the same op.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    for device in ("CPU", "CUDA", "XPU", "MPS", "PrivateUse1"):
+        library.impl("scaled_dot_product_attention", scaled_dot_product_attention, f"Autograd{device}")
+    try:
+        yield
+    finally:
+        library._destroy()
 
 
 class CaptureMode(TorchDispatchMode):
@@ -63,20 +70,28 @@ class CaptureMode(TorchDispatchMode):
 
     Args:
         key: the fake key that random ops derive from.
+        hypers: the fakes of hyper-parameters, which a step may read but not change.
         module_names: qualified names of the models' modules by identity.
         step_code: the code object of the user's step function, to name its line in errors.
     """
 
-    def __init__(self, key: torch.Tensor, module_names: Mapping[int, str], step_code: Any) -> None:
+    def __init__(
+        self,
+        key: torch.Tensor,
+        hypers: Sequence[torch.Tensor],
+        module_names: Mapping[int, str],
+        step_code: CodeType | None,
+    ) -> None:
         super().__init__()
         self.key = key
-        self.step_code = step_code
+        self.hypers = {id(hyper) for hyper in hypers}
         self.module_names = module_names
+        self.step_code = step_code
         self.modules: list[str] = []
-        self.origins: dict[int, NodeInfo] = {}
         self.in_update = False
-        self.backward_seen = False
-        self.random_used = False
+        self._is_user: dict[str, bool] = {}
+        self._origins: dict[int, NodeInfo] = {}
+        self._last_number = torch._C._autograd._get_sequence_nr() - 1
 
     # --- where we are ------------------------------------------------------------------------------
 
@@ -92,7 +107,7 @@ class CaptureMode(TorchDispatchMode):
 
         handles = (
             nn_module.register_module_forward_pre_hook(enter),
-            nn_module.register_module_forward_hook(leave),
+            nn_module.register_module_forward_hook(leave, always_call=True),
         )
         try:
             yield
@@ -109,30 +124,59 @@ class CaptureMode(TorchDispatchMode):
         finally:
             self.in_update = False
 
+    def user_frames(self) -> Iterator[FrameType]:
+        """Frames outside torch and monoflow, innermost first."""
+        frame: FrameType | None = sys._getframe(2)
+        is_user = self._is_user
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name not in is_user:
+                is_user[name] = not name.startswith((_TORCH_DIR, _OWN_DIR, "<")) and name != _CONTEXTLIB
+            if is_user[name]:
+                yield frame
+            frame = frame.f_back
+
+    def source_line(self) -> str:
+        """`file:line` of the innermost user frame, "" if there is none."""
+        for frame in self.user_frames():
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        return ""
+
     def origin(self) -> NodeInfo:
         """Where the op that is dispatched now comes from."""
         if self.in_update:
-            return NodeInfo(Phase.UPDATE, "", source_line(sys._getframe(2)))
-        if torch._C._current_graph_task_id() != -1:
-            self.backward_seen = True
-            node = torch._C._current_autograd_node()
-            number = node._sequence_nr() if node is not None else -1
-            forward = self.origins.get(number)
-            if forward is None:
-                return NodeInfo(Phase.BACKWARD, "", "", number)
-            return NodeInfo(Phase.BACKWARD, forward.module, forward.source, number)
-        number = torch._C._autograd._get_sequence_nr() - 1
+            return NodeInfo(Phase.UPDATE, "", self.source_line())
         module = self.modules[-1] if self.modules else ""
-        info = NodeInfo(Phase.FORWARD, module, source_line(sys._getframe(2)), number)
-        self.origins[number] = info
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and not torch.is_grad_enabled():
+            return self._backward_origin()
+        # An op that autograd follows has just taken a number; any other leaves the last one standing.
+        number = torch._C._autograd._get_sequence_nr() - 1
+        fresh = number > self._last_number
+        self._last_number = max(number, self._last_number)
+        phase = Phase.BACKWARD if in_backward else Phase.FORWARD
+        info = NodeInfo(phase, module, self.source_line(), number if fresh else -1)
+        if in_backward and not module:  # a backward pass that is differentiated itself
+            forward = self._backward_origin()
+            info = NodeInfo(phase, forward.module, forward.source or info.source, info.sequence)
+        if fresh:
+            self._origins[number] = info
         return info
+
+    def _backward_origin(self) -> NodeInfo:
+        node = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else -1
+        forward = self._origins.get(number)
+        if forward is None:
+            return NodeInfo(Phase.BACKWARD, "", "", -1)
+        return NodeInfo(Phase.BACKWARD, forward.module, forward.source, number)
 
     def place(self, info: NodeInfo) -> str:
         """The end of a message: the line, the module, and the line of the step that led there."""
         where = f"at {info.source}" if info.source else "in the backward pass"
         if info.module:
             where += f" (in module {info.module!r})"
-        for frame in user_frames(sys._getframe(1)):
+        for frame in self.user_frames():
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             if frame.f_code is self.step_code and line != info.source:
                 where += f", called from {line}"
@@ -141,66 +185,111 @@ class CaptureMode(TorchDispatchMode):
     # --- each op -----------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: Callable, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         info = self.origin()
-        self.refuse(func, args, kwargs, info)
+        self._refuse(func, args, kwargs, info)
         proxies = get_proxy_mode()
-        graph: fx.Graph | None = proxies.tracer.graph if proxies is not None else None  # pyright: ignore
-        before = graph._root.prev if graph is not None else None
-        try:
-            result = self.run(func, args, kwargs)
-        except CaptureError as error:
-            raise CaptureError(f"{error}, {self.place(info)}") from None
-        node = graph._root.prev if graph is not None else None
-        while node is not before and node is not None and graph is not None and node is not graph._root:
+        if proxies is None:
+            return self._run(func, args, kwargs, info)
+        root = proxies.tracer.graph._root
+        before = root.prev
+        result = self._run(func, args, kwargs, info)
+        node = root.prev
+        while node is not before and node is not root:
             node.meta["info"] = info
             node = node.prev
         return result
 
-    def run(self, func: Callable, args: Sequence, kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Any, args: Sequence, kwargs: dict[str, Any], info: NodeInfo) -> Any:
         """The op, or the form that it has in a StepGraph."""
-        if is_fused_update(func):
-            return run_fused_update(func, args, kwargs)
-        return random_or(self.key, func, args, kwargs)
+        try:
+            if is_fused_update(func):
+                return run_fused_update(func, args, kwargs)
+            if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
+                # It writes its statistics, but only this op's schema says so.
+                func = aten._native_batch_norm_legit.default
+            return random_or(self.key, func, args, kwargs)
+        except CaptureError as error:
+            raise CaptureError(f"{error}, {self.place(info)}") from None
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise self._data_dependent(str(func), info) from None
 
-    def refuse(self, func: Any, args: Sequence, kwargs: Mapping[str, Any], info: NodeInfo) -> None:
+    def refuse_read(self, method: str) -> None:
+        """Raises CaptureError for a method that takes a tensor's values to Python below torch's dispatcher."""
+        raise CaptureError(_read_message(f"takes a tensor's values to Python (.{method}())", self.place(self.origin())))
+
+    def _data_dependent(self, name: str, info: NodeInfo) -> CaptureError:
+        return CaptureError(
+            f"{name} gives a result whose size or value depends on the data, {self.place(info)}; "
+            "use a mask with torch.where (fixed size), or do it outside the step"
+        )
+
+    def _refuse(self, func: Any, args: Sequence, kwargs: Mapping[str, Any], info: NodeInfo) -> None:
         """Raises CaptureError if this op cannot be part of a graph."""
-        if func in _READS_VALUE and not self._is_known(args):
-            raise CaptureError(
-                f"the step {_READS_VALUE[func]} {self.place(info)}; a captured step cannot depend on values "
-                "it has not computed yet. Use torch.where or tensor arithmetic, or move this outside the step"
-            )
+        if func in _READS_VALUE and not _is_known(args):
+            if id(args[0]) in self.hypers and self.in_update:
+                raise CaptureError(
+                    f"the optimizer takes its learning rate to a Python number {self.place(info)}; in a captured "
+                    "step it is a tensor, so that it can change without a new capture. Use tensor arithmetic: "
+                    "param.sub_(lr * update)"
+                )
+            raise CaptureError(_read_message(_READS_VALUE[func], self.place(info)))
         if func in _DATA_SIZED:
+            raise self._data_dependent(_DATA_SIZED[func], info)
+        if func is aten.index.Tensor and any(x is not None and x.dtype in _MASKS for x in args[1]):
+            raise self._data_dependent("indexing with a boolean mask", info)
+        if self.hypers and func._schema.is_mutable and any(id(x) in self.hypers for x in args):
             raise CaptureError(
-                f"{_DATA_SIZED[func]} gives a tensor whose size depends on the data, {self.place(info)}; "
-                "use a mask with torch.where (fixed size), or do it outside the step"
+                f"the step changes the learning rate {self.place(info)}; call the scheduler outside the step, "
+                "after it: train_step(batch); scheduler.step()"
             )
-        for value in pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-                self._refuse_real(func, value, args, info)
+        for value in _tensors(args, kwargs):
+            if not isinstance(value, FakeTensor):
+                self._refuse_real(func, value, args, kwargs, info)
 
-    def _is_known(self, args: Sequence) -> bool:
-        """Whether the value is a Python constant that fake tensors carry along (torch.tensor(3.0).item())."""
-        value = args[0] if args else None
-        return isinstance(value, FakeTensor) and value.constant is not None
-
-    def _refuse_real(self, func: Any, value: torch.Tensor, args: Sequence, info: NodeInfo) -> None:
+    def _refuse_real(
+        self, func: Any, value: torch.Tensor, args: Sequence, kwargs: Mapping[str, Any], info: NodeInfo
+    ) -> None:
         if value.requires_grad and value.is_leaf:
             raise CaptureError(
                 f"a parameter of shape {tuple(value.shape)} is used {self.place(info)}, but it belongs to no "
                 "model given to flow.graph; add its module: @flow.graph(model, other_model, optimizer)"
             )
-        schema = getattr(func, "_schema", None)
-        written = [
-            argument
-            for argument, given in zip(schema.arguments, args, strict=False)
-            if argument.alias_info is not None and argument.alias_info.is_write and given is value
-        ] if schema is not None else []
-        if written:
+        if value.requires_grad:
             raise CaptureError(
-                f"the step writes in place to a tensor it closes over, shape {tuple(value.shape)}, "
-                f"{self.place(info)}; make it a buffer of the model (module.register_buffer), or return the "
-                "new value from the step"
+                f"a tensor of shape {tuple(value.shape)} that was computed from parameters before the step is "
+                f"used {self.place(info)}; compute it inside the step, or detach it"
             )
+        given = [*zip(func._schema.arguments, args, strict=False)]
+        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        for argument, one in given:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and any(x is value for x in (one if isinstance(one, (list, tuple)) else [one])):
+                raise CaptureError(
+                    f"the step writes in place to a tensor it closes over, shape {tuple(value.shape)}, "
+                    f"{self.place(info)}; make it a buffer of the model (module.register_buffer), or return "
+                    "the new value from the step"
+                )
+
+
+def _read_message(what: str, place: str) -> str:
+    return (
+        f"the step {what} {place}; a captured step cannot depend on values it has not computed yet. "
+        "Use torch.where or tensor arithmetic, or move this outside the step"
+    )
+
+
+def _is_known(args: Sequence) -> bool:
+    """Whether the value is a Python constant that fake tensors carry along (torch.tensor(3.0).item())."""
+    value = args[0] if args else None
+    return isinstance(value, FakeTensor) and value.constant is not None
+
+
+def _tensors(args: Sequence, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (x for x in value if isinstance(x, torch.Tensor))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,19 +56,18 @@ class ScalarTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _group_for_capture(group: dict[str, Any], device_type: str) -> dict[str, Any]:
-    """The group with the settings under which torch can trace its update."""
+def _group_for_capture(group: dict[str, Any]) -> dict[str, Any]:
+    """The group with the settings under which torch can trace its update: fused where it can be."""
     changed = dict(group)
-    params = group["params"]
     if "capturable" in group:
         changed["capturable"] = True
     if "foreach" in group:
         changed["foreach"] = False
-    if "fused" in group and not group.get("differentiable"):
-        fusable = device_type in _get_fused_kernels_supported_devices()
-        changed["fused"] = fusable and all(p.is_floating_point() for p in params)
-        if changed["fused"]:
-            changed["capturable"] = changed.get("capturable", False)
+    if "fused" in group:
+        fusable = _get_fused_kernels_supported_devices()
+        types = {"cpu" if p.device.type == "meta" else p.device.type for p in group["params"]}
+        floating = all(p.is_floating_point() for p in group["params"])
+        changed["fused"] = types <= set(fusable) and floating and not group.get("differentiable")
     return changed
 
 
@@ -76,9 +75,9 @@ def _group_for_capture(group: dict[str, Any], device_type: str) -> dict[str, Any
 def swapped(
     optimizer: torch.optim.Optimizer,
     replace: Mapping[torch.Tensor, torch.Tensor],
-    state: Mapping[torch.Tensor, dict[str, Any]],
+    state: defaultdict[torch.Tensor, dict[str, Any]],
     hypers: Sequence[Mapping[str, Any]],
-    on_step: Callable[[], Any] | None = None,
+    on_step: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Iterator[None]:
     """Within: the optimizer works on other parameters, state and lifted hyper-parameters.
 
@@ -86,28 +85,21 @@ def swapped(
         replace: the tensor to use for each of the optimizer's parameters.
         state: the state to use, by replaced tensor. It may be filled by the optimizer.
         hypers: per group, values for the lifted hyper-parameters.
-        on_step: called at the start of every `optimizer.step()`; its result is a context for the step.
+        on_step: a context for every `optimizer.step()`.
     """
-    before = optimizer.state, optimizer.param_groups
-    own_step = optimizer.__dict__.get("step")
+    before = dict(optimizer.__dict__)
     step = optimizer.step
     groups = []
     for group, values in zip(optimizer.param_groups, hypers, strict=True):
-        device_type = group["params"][0].device.type if group["params"] else "cpu"
-        device_type = "cpu" if device_type == "meta" else device_type
-        changed = _group_for_capture(group, device_type) | dict(values)
+        changed = _group_for_capture(group) | dict(values)
         changed["params"] = [replace[p] for p in group["params"]]
         groups.append(changed)
 
     def traced_step(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            if on_step is not None:
-                stack.enter_context(on_step())
-            stack.enter_context(torch.compiler._compile_session_context())
-            stack.enter_context(ScalarTensors())
+        with on_step(), torch.compiler._compile_session_context(), ScalarTensors():
             return step(*args, **kwargs)
 
-    optimizer.state = state if isinstance(state, defaultdict) else defaultdict(dict, state)  # type: ignore
+    optimizer.state = state
     optimizer.param_groups = groups
     optimizer.step = traced_step  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -116,28 +108,58 @@ def swapped(
             for key, value in values.items():
                 if group[key] is not value:
                     raise CaptureError(
-                        f"the step changes the optimizer's {key!r} (to {group[key]!r}); "
-                        "call the scheduler outside the step, after it"
+                        f"the step sets the optimizer's {key!r} (to {group[key]!r}); set it outside the step: "
+                        "train_step(batch), then the scheduler"
                     )
     finally:
-        optimizer.state, optimizer.param_groups = before
-        if own_step is None:
-            del optimizer.step
-        else:
-            optimizer.step = own_step  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.__dict__.clear()
+        optimizer.__dict__.update(before)
 
 
-class _FirstValues(dict):
+def number_state_error(optimizer: torch.optim.Optimizer, key: str, before: Any, value: Any) -> CaptureError:
+    """The error for state that is kept as a Python number: a graph carries tensors only."""
+    change = f"{before!r}, then {value!r}" if before is not None and before != value else f"{value!r}"
+    return CaptureError(
+        f"{type(optimizer).__name__} keeps {key!r} as a Python {type(value).__name__} ({change}); a captured "
+        f"step carries tensors only. Keep it as a tensor, state[{key!r}] = torch.tensor({value!r}), and update "
+        "it with tensor ops, or make it a setting of the parameter group if it never changes"
+    )
+
+
+class _Firsts(dict):
     """One parameter's state that notes the first value of every key, before the update changes it."""
 
-    def __init__(self, firsts: dict[str, Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.firsts = firsts
+        self.firsts: dict[str, Any] = {}
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key not in self.firsts:
             self.firsts[key] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         super().__setitem__(key, value)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+
+class _FirstStates(defaultdict):
+    """An optimizer's state that notes the first values, also of a dict that is put in whole."""
+
+    def __init__(self) -> None:
+        super().__init__(_Firsts)
+
+    def __setitem__(self, param: torch.Tensor, state: dict[str, Any]) -> None:
+        if not isinstance(state, _Firsts):
+            noting = self[param]
+            noting.update(state)
+            state = noting
+        super().__setitem__(param, state)
 
 
 class InitialState:
@@ -172,41 +194,33 @@ def initial_state(
 ) -> InitialState | None:
     """Finds how the state of parameters that have none yet begins, by tracing one update on fake tensors.
 
-    Returns None where a state's first value depends on the gradient (SGD with dampening): such an optimizer's
-    first step differs from the later ones, and is captured as it is.
+    Returns None where there is none to begin, or where a first value depends on the gradient (SGD with
+    dampening): such an optimizer's first step differs from the later ones, and is captured as it is.
     """
-    index = {id(p): i for i, p in enumerate(params)}
+    fresh = [i for i, p in enumerate(params) if not optimizer.state.get(p) and p.requires_grad]
+    if not fresh:
+        return None
     keys: list[tuple[int, str]] = []
-    fresh = [i for i, p in enumerate(params) if not optimizer.state.get(p)]
 
     def first_values(*flat: torch.Tensor) -> list[torch.Tensor]:
-        firsts: dict[int, dict[str, Any]] = {i: {} for i in fresh}
-        replace, state = {}, {}
-        for i, (param, fake) in enumerate(zip(params, flat[: len(params)], strict=True)):
-            leaf = fake.detach().requires_grad_(param.requires_grad)
-            replace[param] = leaf
-            if i in firsts:
-                leaf.grad = flat[len(params) + i] if param.requires_grad else None
-                state[leaf] = _FirstValues(firsts[i])
-                _start_momentum(optimizer, param, leaf, state[leaf])
-        with swapped(optimizer, replace, state, hyper_values(optimizer)):
+        leaves = [x.detach().requires_grad_(p.requires_grad) for x, p in zip(flat, params, strict=False)]
+        state = _FirstStates()
+        for i in fresh:
+            leaves[i].grad = flat[len(params) + i]
+            _start_momentum(optimizer, params[i], leaves[i], state)
+        with swapped(optimizer, dict(zip(params, leaves, strict=True)), state, hyper_values(optimizer)):
             optimizer.step()
         keys.clear()
         values = []
-        for i, found in firsts.items():
-            for key, value in found.items():
+        for i in fresh:
+            for key, value in state[leaves[i]].firsts.items():
                 if isinstance(value, torch.Tensor):
                     keys.append((i, key))
                     values.append(value)
-                elif value is not None and type(value) in (int, float) and state[replace[params[i]]][key] != value:
-                    raise CaptureError(
-                        f"{type(optimizer).__name__} keeps {key!r} as a Python number that changes with every "
-                        f"step ({value!r}, then {state[replace[params[i]]][key]!r}); keep it as a tensor: "
-                        f"state[{key!r}] = torch.tensor(float({value!r}))"
-                    )
+                elif value is not None:
+                    raise number_state_error(optimizer, key, value, state[leaves[i]][key])
         return values
 
-    assert len(index) == len(params)
     grads = [torch.empty_like(fake) for fake in fakes]
     traced = make_fx(first_values)(*fakes, *grads)
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
@@ -218,14 +232,14 @@ def initial_state(
 
 
 def _start_momentum(
-    optimizer: torch.optim.Optimizer, param: torch.Tensor, leaf: torch.Tensor, state: dict[str, Any]
+    optimizer: torch.optim.Optimizer, param: torch.Tensor, leaf: torch.Tensor, state: _FirstStates
 ) -> None:
     """torch's SGD begins its momentum as the first gradient; zeros give the same when nothing is dampened."""
     if type(optimizer) is not torch.optim.SGD:
         return
     for group in optimizer.param_groups:
         if any(p is param for p in group["params"]) and group["momentum"] and not group["dampening"]:
-            state["momentum_buffer"] = torch.zeros_like(leaf, requires_grad=False)
+            state[leaf]["momentum_buffer"] = torch.zeros_like(leaf, requires_grad=False)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

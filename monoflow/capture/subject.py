@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,11 +12,12 @@ from torch import nn
 
 from ..errors import CaptureError
 from ..graph.step_graph import Role
+from .optimizers import static_values
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One live tensor: how to read it and how to put its next value."""
+    """One live tensor: how to read it and how to put its next value (in place where the shape is the same)."""
 
     name: str
     role: Role
@@ -33,19 +34,23 @@ class Subject:
     optimizers: tuple[torch.optim.Optimizer, ...]
 
     def prefix(self, index: int) -> str:
-        """What precedes a name of model (or optimizer) `index`: nothing when there is only one."""
+        """What precedes the names of model `index`: nothing when there is only one."""
         return f"{index}." if len(self.models) > 1 else ""
+
+    def optimizer_prefix(self, index: int) -> str:
+        """What precedes the names of optimizer `index`: nothing when there is only one."""
+        return f"{index}." if len(self.optimizers) > 1 else ""
 
     @cached_property
     def params(self) -> dict[str, nn.Parameter]:
         """Parameters by qualified name, each object once (a tied one under its first name)."""
-        seen: dict[int, str] = {}
+        names: dict[int, str] = {}
         found = {}
         for index, model in enumerate(self.models):
             for name, param in model.named_parameters():
-                if id(param) not in seen:
-                    seen[id(param)] = self.prefix(index) + name
-                    found[seen[id(param)]] = param
+                if id(param) not in names:
+                    names[id(param)] = self.prefix(index) + name
+                    found[names[id(param)]] = param
         return found
 
     @cached_property
@@ -63,6 +68,12 @@ class Subject:
                     seen.add(id(buffer))
                     found[self.prefix(index) + name] = buffer
         return found
+
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """All modules of all models, each object once."""
+        found = {id(module): module for model in self.models for module in model.modules()}
+        return tuple(found.values())
 
     @cached_property
     def module_names(self) -> dict[int, str]:
@@ -91,8 +102,27 @@ class Subject:
 
     def state_name(self, optimizer: int, param: torch.Tensor, key: str) -> str:
         """The name of one optimizer's state of one parameter."""
-        prefix = f"{optimizer}." if len(self.optimizers) > 1 else ""
-        return f"{prefix}{self.name_of_param[id(param)]}:{key}"
+        return f"{self.optimizer_prefix(optimizer)}{self.name_of_param[id(param)]}:{key}"
+
+    def hyper_name(self, optimizer: int, group: int, key: str) -> str:
+        """The name of a hyper-parameter of one group."""
+        return f"{self.optimizer_prefix(optimizer)}group{group}:{key}"
+
+    def signature(self) -> tuple:
+        """What a captured graph depends on beside the step's arguments, as a hashable value.
+
+        Which gradients and states exist is left out: `Captured.fits` decides on them.
+        """
+        return (
+            tuple((p.shape, p.dtype, p.requires_grad) for p in self.params.values()),
+            tuple((b.shape, b.dtype) for b in self.buffers().values()),
+            tuple(module.training for module in self.modules),
+            tuple(static_values(optimizer) for optimizer in self.optimizers),
+        )
+
+    def grads(self) -> frozenset[str]:
+        """Names of the parameters that have a gradient now."""
+        return frozenset(name for name, param in self.params.items() if param.grad is not None)
 
     # --- slots -------------------------------------------------------------------------------------
 
@@ -100,9 +130,8 @@ class Subject:
         param = self.params[name]
 
         def put(value: torch.Tensor | None) -> None:
-            assert value is not None
-            with torch.no_grad():
-                param.copy_(value)
+            assert value is not None, name
+            _copy_into(param, value)
 
         return Slot(name, Role.PARAM, name, lambda: param, put)
 
@@ -120,28 +149,36 @@ class Subject:
         module = self.models[int(index)].get_submodule(owner)
 
         def put(value: torch.Tensor | None) -> None:
-            present = module._buffers[leaf]
-            if present is not None and value is not None and present.shape == value.shape:
-                present.copy_(value)
-            else:
-                module._buffers[leaf] = value
+            module._buffers[leaf] = _next_value(module._buffers[leaf], value)
 
         return Slot(name, Role.BUFFER, "", lambda: module._buffers[leaf], put)
 
     def state_slot(self, optimizer: int, param: torch.Tensor, key: str) -> Slot:
-        state = self.optimizers[optimizer].state
+        owner = self.optimizers[optimizer]
+
+        def get() -> torch.Tensor | None:
+            return owner.state[param].get(key) if param in owner.state else None
 
         def put(value: torch.Tensor | None) -> None:
-            present = self.optimizers[optimizer].state[param].get(key)
-            if isinstance(present, torch.Tensor) and value is not None and present.shape == value.shape:
-                present.copy_(value)
-            else:
-                self.optimizers[optimizer].state[param][key] = value
+            owner.state[param][key] = _next_value(get(), value)
 
-        del state
-        name = self.state_name(optimizer, param, key)
-        of = self.name_of_param[id(param)]
-        return Slot(name, Role.STATE, of, lambda: self.optimizers[optimizer].state[param].get(key), put)
+        return Slot(self.state_name(optimizer, param, key), Role.STATE, self.name_of_param[id(param)], get, put)
+
+
+def _next_value(present: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
+    """`value`, in the memory of `present` where it fits: others may hold a reference to it."""
+    if not isinstance(present, torch.Tensor) or value is None:
+        return value
+    if present.shape != value.shape or present.dtype != value.dtype or present.device != value.device:
+        return value
+    return _copy_into(present, value)
+
+
+def _copy_into(present: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if present is not value:
+        with torch.no_grad():
+            present.copy_(value)
+    return present
 
 
 def subject_of(things: Sequence[Any]) -> Subject:
@@ -161,9 +198,3 @@ def subject_of(things: Sequence[Any]) -> Subject:
     subject = Subject(tuple(models), tuple(optimizers))
     subject.check()
     return subject
-
-
-def walk_modules(models: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """All modules of all models."""
-    for model in models:
-        yield from model.modules()

@@ -1,0 +1,140 @@
+"""From the traced step to the StepGraph: functional form, sum form, and a role for every input and output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from ..graph.step_graph import Input, Output, Phase, Role, StepGraph, info_of, meta_of
+from .lift import Lifted
+from .sum_form import table
+
+aten = torch.ops.aten
+
+
+class _KeepOrigin(fx.Interpreter):
+    """Runs a traced graph under another trace and hands each node's origin to the nodes it becomes."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        proxies = get_proxy_mode()
+        assert proxies is not None
+        root = proxies.tracer.graph._root
+        before = root.prev
+        result = super().run_node(n)
+        node = root.prev
+        while node is not before and node is not root:
+            node.meta["info"] = info_of(n)
+            node = node.prev
+        return result
+
+
+def functionalize(traced: fx.GraphModule, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The same computation without writes, in sum form; a write to an input is one copy_ at the end."""
+    traced.graph.eliminate_dead_code(_is_kept)
+    traced.recompile()
+    with torch.no_grad():
+        functional = torch.func.functionalize(_KeepOrigin(traced).run, remove="mutations")
+        return make_fx(functional, decomposition_table=table())(*(fake.detach() for fake in fakes))
+
+
+def _is_kept(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op in ("placeholder", "output") or (schema is not None and schema.is_mutable)
+
+
+def step_graph(
+    module: fx.GraphModule, lifted: Lifted, outputs: Sequence[tuple[str, str, bool]], name: str, source: str
+) -> StepGraph:
+    """The graph with its roles; inputs that nothing uses are dropped.
+
+    Args:
+        outputs: (name, name of the input it replaces or "", whether only observed) per result of the graph.
+    """
+    graph = module.graph
+    nodes = [node for node in graph.nodes if node.op == "placeholder"]
+    placeholders = dict(zip(lifted.fakes, nodes, strict=True))
+    outputs = _lift_writes(graph, placeholders, outputs)
+    constants = _lift_constants(module)
+    graph.eliminate_dead_code()
+    _check_functional(graph)
+    inputs = []
+    for key, node in placeholders.items():
+        if node.users:
+            inputs.append(Input(key, lifted.roles[key], meta_of(node.meta["val"]), lifted.of[key]))
+        else:
+            graph.erase_node(node)
+    values = {}
+    for node, value in constants:
+        values[f"constant:{len(values)}"] = value
+        inputs.append(Input(f"constant:{len(values) - 1}", Role.CONSTANT, meta_of(value)))
+    _mark_update(graph)
+    results: Sequence[fx.Node] = graph.output_node().args[0]  # pyright: ignore[reportAssignmentType]
+    made = tuple(
+        Output(own, meta_of(node.meta["val"]), replaces, observed)
+        for (own, replaces, observed), node in zip(outputs, results, strict=True)
+    )
+    return StepGraph(graph, tuple(inputs), made, name, source, values)
+
+
+def _lift_writes(
+    graph: fx.Graph, placeholders: Mapping[str, fx.Node], outputs: Sequence[tuple[str, str, bool]]
+) -> list[tuple[str, str, bool]]:
+    """Turns the final copy_ to an input into an output that replaces it."""
+    names = {node: name for name, node in placeholders.items()}
+    outputs, written = list(outputs), []
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target is aten.copy_.default]:
+        name, value = names[node.args[0]], node.args[1]
+        outputs.append((f"{name}:next", name, False))
+        written.append(value)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+    output = graph.output_node()
+    results: list[Any] = [*output.args[0], *written]  # pyright: ignore[reportGeneralTypeIssues]
+    for i, (_, _, observed) in enumerate(outputs):
+        if observed and results[i].target is aten.clone.default:  # nothing is written any more
+            results[i] = results[i].args[0]
+    output.args = (tuple(results),)
+    return outputs
+
+
+def _lift_constants(module: fx.GraphModule) -> list[tuple[fx.Node, torch.Tensor]]:
+    """Turns get_attr nodes into placeholders behind all others; each distinct tensor becomes one."""
+    graph = module.graph
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    found: dict[int, tuple[fx.Node, torch.Tensor]] = {}
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        value = getattr(module, str(node.target))
+        if node.users and id(value) not in found:
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"constant_{len(found)}")
+            last.meta.update(node.meta)
+            last.meta.setdefault("val", value)
+            found[id(value)] = last, value
+        if node.users:
+            node.replace_all_uses_with(found[id(value)][0])
+        graph.erase_node(node)
+    return list(found.values())
+
+
+def _check_functional(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function":
+            schema = getattr(node.target, "_schema", None)
+            writes = schema is not None and schema.is_mutable
+            assert not writes, f"{node.target} writes in place, from {info_of(node).source}"
+
+
+def _mark_update(graph: fx.Graph) -> None:
+    """What depends on gradients, outside the backward pass and autograd, prepares the update (clipping)."""
+    after: set[fx.Node] = set()
+    for node in graph.nodes:
+        info = info_of(node)
+        if info.phase is Phase.BACKWARD or any(a in after for a in node.all_input_nodes):
+            after.add(node)
+            if info.phase is Phase.FORWARD and info.sequence == -1 and node.op == "call_function":
+                node.meta["info"] = replace(info, phase=Phase.UPDATE)
