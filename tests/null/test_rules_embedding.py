@@ -105,6 +105,8 @@ def test_bags(mode, weighted):
         assert found == set()
         return
     assert found == {f"S(1), B, B{tail} -> S(1), B, B, B", f"P(sum), B, B{tail} -> P(sum), B, B, B"}
+    forward = aten._embedding_bag_forward_only.default
+    assert proven(RULES[forward], forward, *args) == found
     _, offset_to_bag, bag_size, maxima = BAG(*args)
     back = (values(3, 4, seed=2), index, offset_to_bag, bag_size, maxima, 7, False, mode, scale)
     found = proven(RULES[BAG_BACKWARD], BAG_BACKWARD, *back)

@@ -67,6 +67,38 @@ def test_other_products(op, shapes, count):
     assert len(proven(RULES[op], op, *args, *extra)) == count
 
 
+@pytest.fixture
+def wide_results_on_cpu():
+    """torch has the overloads with a dtype for the result on accelerators only: these stand in."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name in ("mm", "bmm"):
+            op = getattr(aten, name).default
+            library.impl(f"{name}.dtype", lambda a, b, dtype, op=op: op(a.to(dtype), b.to(dtype)), "CPU")
+        for name in ("addmm", "baddbmm"):
+            op = getattr(aten, name).default
+            library.impl(
+                f"{name}.dtype",
+                lambda c, a, b, dtype, *, beta=1, alpha=1, op=op: op(
+                    c.to(dtype), a.to(dtype), b.to(dtype), beta=beta, alpha=alpha
+                ),
+                "CPU",
+            )
+        yield
+
+
+@pytest.mark.usefixtures("wide_results_on_cpu")
+def test_products_with_a_wider_result():
+    shapes = {"mm": [(5, 4), (4, 7)], "bmm": [(3, 5, 4), (3, 4, 7)]}
+    for name in ("mm", "bmm"):
+        args = [values(*shape, seed=i) for i, shape in enumerate(shapes[name])]
+        for op, own in (
+            (getattr(aten, name).dtype, args),
+            (getattr(aten, "addmm" if name == "mm" else "baddbmm").dtype, [values(7), *args]),
+        ):
+            found = proven(RULES[op], op, *own, torch.float64, axis_sizes=(3,))
+            assert len(found) == (5 if name == "mm" else 6)
+
+
 def test_products_of_integers():
     op = aten.mm.default
     proven(RULES[op], op, torch.arange(10).view(5, 2), torch.arange(6).view(2, 3))

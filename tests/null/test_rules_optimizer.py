@@ -86,11 +86,19 @@ def test_sgd(op, momentum):
 
 def test_adagrad_returns_its_steps_whole():
     op = aten._fused_adagrad.default
+    assert "state_steps_out" in str(op._schema)
     options = {"lr": 0.1, "lr_decay": 0.01, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
     found = proven(RULES[op], op, *_lists(3, [(7, 3)]), [torch.tensor(3.0)], **options)
     assert found == {
         "S(0), S(0), S(0), B -> S(0), S(0), S(0), B", "S(1), S(1), S(1), B -> S(1), S(1), S(1), B",
     }  # fmt: skip
+
+
+def test_adagrad_with_a_rate_in_a_tensor():
+    op = aten._fused_adagrad.tensor_lr
+    options = {"lr": torch.tensor(0.1), "lr_decay": 0.01, "weight_decay": 0.1, "eps": 1e-8, "maximize": False}
+    found = proven(RULES[op], op, *_lists(3, [(7, 3)]), [torch.tensor(3.0)], **options)
+    assert found == _alike(3, 2, 3, 2)
 
 
 def test_bfloat16_parameters():
@@ -101,31 +109,36 @@ def test_bfloat16_parameters():
 
 
 LISTS = [(5, 3), (7, 2)]
-FOREACH = [
-    (aten._foreach_add.List, 2, (), True),
-    (aten._foreach_sub.List, 2, (), True),
-    (aten._foreach_add.Scalar, 1, (2.0,), False),
-    (aten._foreach_mul.Scalar, 1, (2.0,), True),
-    (aten._foreach_mul.ScalarList, 1, ([2.0, 3.0],), True),
-    (aten._foreach_mul.Tensor, 1, (torch.tensor(3.0),), True),
-    (aten._foreach_mul.List, 2, (), False),
-    (aten._foreach_div.List, 2, (), False),
-    (aten._foreach_neg.default, 1, (), True),
-    (aten._foreach_sqrt.default, 1, (), False),
-    (aten._foreach_addcdiv.Scalar, 3, (0.5,), False),
-    (aten._foreach_lerp.Scalar, 2, (0.5,), True),
-    (aten._foreach_maximum.List, 2, (), False),
-    (aten._foreach_pow.Scalar, 1, (2.0,), False),
-]
+FOREACH = [op for op in RULES if "_foreach" in str(op)]
+LINEAR = {
+    aten._foreach_add.List, aten._foreach_sub.List, aten._foreach_neg.default, aten._foreach_lerp.Scalar,
+    aten._foreach_clone.default, aten._foreach_mul.Scalar, aten._foreach_mul.ScalarList,
+    aten._foreach_mul.Tensor, aten._foreach_div.Scalar, aten._foreach_div.ScalarList,
+    aten._foreach_div.Tensor,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "count", "extra", "linear"), FOREACH, ids=str)
-def test_foreach(op, count, extra, linear):
-    lists = _lists(count, LISTS, torch.float64)
-    found = proven(RULES[op], op, *lists, *extra)
-    lone = int(any(isinstance(one, torch.Tensor) for one in extra))
-    sums = f"{', '.join(['P(sum)'] * 2 * count + ['B'] * lone)} -> P(sum), P(sum)"
-    assert found == _alike(2 * count, lone, 2, 2) | ({sums} if linear else set())
+def _foreach_arguments(op):
+    """Arguments by type: values in (0, 1), so that every function is defined."""
+    made = {
+        "List[Tensor]": lambda i: [torch.sigmoid(one) for one in _lists(i + 1, LISTS, torch.float64)[i]],
+        "Tensor": lambda i: torch.tensor([0.5, 0.7]) if "addc" in str(op) else torch.tensor(0.5),
+        "number": lambda i: 0.5,
+        "List[number]": lambda i: [0.5, 0.7],
+    }
+    return [
+        made[str(one.type)](i) for i, one in enumerate(op._schema.arguments) if not one.has_default_value()
+    ]
+
+
+@pytest.mark.parametrize("op", FOREACH, ids=str)
+def test_foreach(op):
+    args = _foreach_arguments(op)
+    lists = sum(isinstance(one, list) and isinstance(one[0], torch.Tensor) for one in args)
+    lone = sum(isinstance(one, torch.Tensor) for one in args)
+    found = proven(RULES[op], op, *args)
+    sums = f"{', '.join(['P(sum)'] * 2 * lists + ['B'] * lone)} -> P(sum), P(sum)"
+    assert found == _alike(2 * lists, lone, 2, 2) | ({sums} if op in LINEAR else set())
 
 
 def test_foreach_of_lists_that_broadcast_is_left_alone():

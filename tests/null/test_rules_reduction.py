@@ -30,6 +30,7 @@ X = values(5, 6, 4)
         (aten.linalg_vector_norm.default, (X, math.inf), "P(max)"),
         (aten.linalg_vector_norm.default, (X, -math.inf), "P(min)"),
         (aten.norm.Scalar, (X, 1), "P(sum)"),
+        (aten.count_nonzero.dim_IntList, (X.long(), [0, 1, 2]), "P(sum)"),
     ],
     ids=str,
 )
@@ -88,14 +89,12 @@ def test_truth_over_dims(op):
 
 
 SPLIT_ONLY = [
-    (aten.prod.default, (), 1, 0),
     (aten.prod.dim_int, (1,), 1, 2),
     (aten.argmax.default, (1,), 1, 2),
     (aten.argmin.default, (-1, True), 1, 2),
     (aten.argmax.default, (), 1, 0),
     (aten.max.dim, (1,), 2, 2),
     (aten.min.dim, (0, True), 2, 2),
-    (aten.median.default, (), 1, 0),
     (aten.median.dim, (1,), 2, 2),
     (aten.nanmedian.dim, (1,), 2, 2),
     (aten.mode.default, (1,), 2, 2),
@@ -126,6 +125,7 @@ def test_dims_that_are_not_reduced_split(op, args, outputs, count):
         (aten.var.correction, ([1],), {"correction": 1}),
         (aten.std.correction, ([0, 1],), {"correction": 0, "keepdim": True}),
         (aten.var_mean.correction, ([1],), {}),
+        (aten.std_mean.correction, ([1],), {}),
         (aten.aminmax.default, (), {"dim": 1}),
         (aten.sort.stable, (), {"stable": True, "dim": 1}),
         (aten.mean.default, (), {}),
@@ -158,6 +158,10 @@ def test_expanded_norm(order, dims):
 def test_expanded_norm_in_its_other_spellings():
     for op, args in ((aten.norm.Scalar, (X, 2)), (aten.norm.ScalarOpt_dim, (X, 2, [0], False))):
         same_as_expanded(RULES[op], op, *args)
+    for op in (aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype):
+        more = ([1], True) if "dim" in str(op) else ()
+        same_as_expanded(RULES[op], op, X.float(), 2, *more, dtype=torch.float64, tolerance=1e-6)
+        holds(proven(RULES[op], op, X, 1, *more, dtype=torch.float64), "S(1) -> P(sum)")
 
 
 def test_expanded_logsumexp():

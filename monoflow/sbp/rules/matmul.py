@@ -38,7 +38,7 @@ _PRODUCTS = {
     ("bmm", "bmm.dtype"): "bmk,bkn->bmn",
     ("dot",): "k,k->",
     ("mv",): "mk,k->m",
-    ("ger", "outer"): "m,n->mn",
+    ("ger",): "m,n->mn",
 }
 _ADDED_PRODUCTS = {
     ("addmm", "addmm.dtype"): "mk,kn->mn",

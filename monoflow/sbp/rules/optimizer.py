@@ -10,7 +10,7 @@ import torch
 from ..layout import B, P, Sbp, Split, canonical, fits
 from ..registry import Forms, OpRule, aten
 from ..signature import OpCall, Signature, TensorMeta
-from .common import tensor_names
+from .common import argument, tensor_names
 
 #: Arguments (and returns, with "_out") that hold one number for a whole parameter.
 _SCALARS = frozenset({"state_steps", "lr", "grad_scale", "found_inf"})
@@ -72,26 +72,18 @@ def foreach_signatures(linear: bool, call: OpCall, axis_size: int, forms: Forms)
     """An elementwise op over lists: position by position the shapes must agree, and all split alike."""
     names = tensor_names(call)
     # A lone tensor beside the lists is a number for all of them.
-    whole_in = [not isinstance(_argument(call, name), (list, tuple)) for name in names]
+    whole_in = [not isinstance(argument(call, name), (list, tuple)) for name in names]
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for name, meta, whole in zip(names, call.inputs, whole_in, strict=True):
         if not whole:
             shapes.setdefault(name, []).append(meta.shape)
-    if any(one != shapes["self"] for one in shapes.values()):
+    if len({tuple(one) for one in shapes.values()}) > 1:
         return []
     found = list(_split_alike(call, axis_size, forms, whole_in, [False] * len(call.outputs)))
     if linear:
         inputs = tuple(B if whole else P for whole in whole_in)
         found.append(Signature(inputs, (P,) * len(call.outputs)))
     return list(dict.fromkeys(found))
-
-
-def _argument(call: OpCall, name: str) -> object:
-    schema = call.op._schema  # pyright: ignore[reportFunctionMemberAccess]
-    for position, one in enumerate(schema.arguments):
-        if one.name == name:
-            return call.args[position] if position < len(call.args) else call.kwargs[name]
-    raise AssertionError(name)
 
 
 #: Jointly linear in all their lists.
