@@ -66,6 +66,7 @@ CASES: list[tuple[Callable, tuple[Any, ...]]] = [
     (aten.index_put.default, (randn(4, 5, 3), [None, ints(5, 8)], randn(4, 8, 3), True)),
     (aten.index_put.default, (randn(5, 3), [randn(5) > 0], randn())),
     (aten.index_put.default, (randn(5, 3), [randn(5, 3) > 0], randn(1))),
+    (aten.masked_scatter.default, (randn(5, 3), randn(5, 3) > 0, randn(20))),
     (aten.take.default, (randn(5, 3), ints(15, 4, 2))),
     (aten.bucketize.Tensor, (randn(5, 3), torch.tensor([-1.0, 0.0, 0.5]))),
     (aten.searchsorted.Tensor, (torch.tensor([-1.0, 0.0, 0.5]), randn(5, 3))),

@@ -50,6 +50,7 @@ CASES: list[tuple[Callable, tuple[Any, ...]]] = [
     (aten.diagonal.default, (randn(3, 4, 5), 1, 0, -1)),
     (aten.diagonal_backward.default, (randn(4, 3), [3, 4, 5], 1, 0, -1)),
     (aten.diagonal_scatter.default, (randn(3, 4, 5), randn(4, 3), 0, 0, 2)),
+    (aten.diag_embed.default, (randn(3, 4, 5), 1, 0, -1)),
     (aten.unfold.default, (randn(3, 7), 1, 3, 2)),
     (aten.unfold_backward.default, (randn(3, 3, 3), [3, 7], 1, 3, 2)),
     (aten.roll.default, (randn(3, 4), [2])),

@@ -158,6 +158,11 @@ def test_splits_through_reshapes(
     assert carry(source, split, result, axis_size) == expected
 
 
+def test_large_shapes_are_followed_at_once() -> None:
+    """Units are found among divisors, not by counting."""
+    assert carry((999_983, 2**20), S(0), (999_983 * 2**20,), 2) == S(0, 1, 2**20)
+
+
 def test_a_plain_result_asks_for_the_blocked_input() -> None:
     call = describe(aten.view.default, (torch.randn(12), [3, 4]), {})
     assert Signature((S(0, 3),), (S(1),)) in RULES[aten.view.default].signatures(call, 2, [[]])

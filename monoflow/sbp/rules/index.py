@@ -437,6 +437,11 @@ def among(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     return letters(call, axis_size, forms, f"{dims},{test}->{dims}", reduce_op=how)
 
 
+def scattered_by_mask(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Where an element of the source goes depends on the whole mask, so only sums of parts are exact."""
+    return partials(call, [0, 2])
+
+
 RULES: Mapping[Callable, OpRule] = {
     **rules(["gather"], gathered, local_read),
     **rules(["index_select"], selected_by_index, local_read),
@@ -446,6 +451,7 @@ RULES: Mapping[Callable, OpRule] = {
     **rules(["index_fill.int_Scalar", "index_fill.int_Tensor"], filled_by_index, local_fill),
     **rules(["index.Tensor", "_unsafe_index.Tensor"], indexed, local_indexed),
     **rules(["index_put", "_unsafe_index_put"], written_by_index, local_written),
+    **rules(["masked_scatter"], scattered_by_mask),
     **rules(["take"], taken),
     **rules(["bucketize.Tensor"], bucketized),
     **rules(["isin.Tensor_Tensor", "isin.Tensor_Scalar"], among),

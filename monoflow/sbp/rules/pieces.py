@@ -235,6 +235,14 @@ def diagonals(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     return moved(call, axis_size, forms, [dims], [line])
 
 
+def diagonal_made(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """The last dim becomes the diagonal of two dims."""
+    ndim = len(result_shape(call))
+    fixed = {wrap(argument(call, name), ndim) for name in ("dim1", "dim2")}
+    dims = names(ndim, fixed)
+    return moved(call, axis_size, forms, [[*(c for c in dims if c != "_"), "_"]], [dims])
+
+
 def windowed(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Windows over a dim become a new last dim."""
     shape = call.inputs[0].shape
@@ -288,6 +296,7 @@ RULES: Mapping[Callable, OpRule] = {
     **rules(["select_scatter"], selected_back),
     **rules(["diagonal", "diagonal_copy", "diagonal_scatter"], diagonals),
     **rules(["diagonal_backward"], diagonals, local_sizes),
+    **rules(["diag_embed"], diagonal_made),
     **rules(["unfold", "unfold_copy"], windowed),
     **rules(["unfold_backward"], windowed_back, local_sizes),
     **rules(["roll", "flip"], shuffled_along),

@@ -45,12 +45,18 @@ def _named(size: int, dim: int, blocks: int, chunk: int, axis_size: int) -> Spli
         return None
     if chunk * axis_size == size // blocks:
         return Split(dim, blocks)
-    common = math.gcd(size, chunk)
-    for unit in range(1, common + 1):
-        one = Split(dim, 1, unit)
-        if blocks == 1 and common % unit == 0 and -(-num_units(size, one) // axis_size) * unit == chunk:
-            return canonical(size, one, axis_size)
-    return None
+    if blocks > 1:
+        return None
+    # ceil(size / (u n)) u == chunk, for a unit u that divides both, is (chunk - u) n < size <= chunk n.
+    units = [
+        u for u in _divisors(math.gcd(size, chunk)) if (chunk - u) * axis_size < size <= chunk * axis_size
+    ]
+    return canonical(size, Split(dim, 1, units[0]), axis_size) if units else None
+
+
+def _divisors(number: int) -> list[int]:
+    low = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*low, *(number // one for one in low)})
 
 
 def reshaped(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
