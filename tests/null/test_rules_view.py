@@ -59,6 +59,10 @@ CASES: list[tuple[str, tuple[Any, ...]]] = [
     ("view.dtype", (torch.randn(4, 6).bfloat16(), torch.float32)),
     ("view_as_real", (torch.randn(4, 3, dtype=torch.complex64),)),
     ("view_as_complex", (torch.randn(4, 3, 2),)),
+    ("as_strided", (torch.randn(12), [3, 4], [4, 1])),
+    ("as_strided", (torch.randn(3, 4, 1), [3, 4, 1], [4, 1, 7])),
+    ("as_strided", (torch.randn(12), [3, 4], [1, 3])),
+    ("as_strided_scatter", (torch.randn(12), torch.randn(3), [3], [2])),
     ("alias_copy", (torch.randn(3),)),
 ]
 
@@ -86,6 +90,14 @@ def test_partials_of_every_kind_pass_through(dtype: torch.dtype) -> None:
     ]
     assert [str(one) for one in partial] == ["P(sum) -> P(sum)", "P(max) -> P(max)", "P(min) -> P(min)"]
     assert wrong_signatures(aten.view.default, (x, [12]), {}, RULES[aten.view.default], 2) == []
+
+
+@pytest.mark.parametrize("axis_size", [1, 2, 3, 4])
+def test_a_scatter_that_replaces_everything_is_a_reshape(axis_size: int) -> None:
+    op, args = aten.as_strided_scatter.default, (torch.randn(15), torch.randn(3, 5), [3, 5], [5, 1])
+    assert wrong_signatures(op, args, {}, RULES[op], axis_size) == []
+    found = listed(describe(op, args, {}), RULES[op], 2, None)
+    assert {Signature((B, P), (P,)), Signature((B, S(0)), (S(0, 1, 5),))} <= set(found)
 
 
 @st.composite
@@ -161,6 +173,18 @@ def test_splits_through_reshapes(
 def test_large_shapes_are_followed_at_once() -> None:
     """Units are found among divisors, not by counting."""
     assert carry((999_983, 2**20), S(0), (999_983 * 2**20,), 2) == S(0, 1, 2**20)
+
+
+def test_strides_that_are_no_reshape_stay_whole() -> None:
+    for args in [
+        (torch.randn(3, 4), [4, 3], [3, 1]),
+        (torch.randn(12), [3, 3], [4, 1]),
+        (torch.randn(12), [11], [1], 1),
+        (torch.randn(12), [12], [0]),
+    ]:
+        call = describe(aten.as_strided.default, args, {})
+        found = listed(call, RULES[aten.as_strided.default], 2, None)
+        assert found and not any(isinstance(one.inputs[0], Split) for one in found)
 
 
 def test_a_plain_result_asks_for_the_blocked_input() -> None:

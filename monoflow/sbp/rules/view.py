@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ..layout import B, P, Split, canonical, fits, num_units
-from ..registry import Forms, OpRule, letters, splits_of
-from ..signature import LocalCall, LocalOp, OpCall, Signature
+from ..registry import Forms, OpRule, letters, own_op, splits_of
+from ..signature import LocalCall, LocalOp, OpCall, Signature, TensorMeta
 from .common import argument, has_argument
 from .moves import ALPHABET, moved, names, output_shape, partials, result_shape, rules, unique, wrap
 
@@ -61,19 +61,26 @@ def _divisors(number: int) -> list[int]:
 
 def reshaped(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Every split of an input dim that an output dim can carry, and those that plain output splits want."""
-    source, result = call.inputs[0].shape, result_shape(call)
-    found = []
+    pairs = _carried(call.inputs[0].shape, result_shape(call), forms, 0, axis_size)
+    return [*(Signature((here,), (there,)) for here, there in pairs), *partials(call)]
+
+
+def _carried(
+    source: Sequence[int], result: Sequence[int], forms: Forms, index: int, axis_size: int
+) -> list[tuple[Split, Split]]:
+    """The splits of input `index`, of shape `source`, with those of the result that hold the same."""
+    found = {}
     for dim, size in enumerate(source):
-        for one in splits_of(forms, 0, dim):
+        for one in splits_of(forms, index, dim):
             there = carry(source, one, result, axis_size)
             if there is not None:
-                found.append(Signature((canonical(size, one, axis_size),), (there,)))
+                found[canonical(size, one, axis_size), there] = None
     for dim in range(len(result)):
         back = carry(result, Split(dim), source, axis_size)
         there = back and carry(source, back, result, axis_size)
         if back is not None and there is not None:
-            found.append(Signature((back,), (there,)))
-    return unique([*found, *partials(call)])
+            found[back, there] = None
+    return list(found)
 
 
 def local_reshape(call: LocalCall) -> LocalOp:
@@ -176,7 +183,57 @@ def complex_parts(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]
     return [*found, Signature((P,), (P,))]
 
 
-#: as_strided is not here: what it means depends on the strides its input has, which a layout does not fix.
+def restrided(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Layouts of an as_strided that is a reshape; parts in any case."""
+    if _is_reshape(call, call.inputs[0], result_shape(call)):
+        return reshaped(call, axis_size, forms)
+    return partials(call)
+
+
+def local_restride(call: LocalCall) -> LocalOp:
+    """A reshape where it is one; else the op, whose input is then whole."""
+    (result,) = call.outputs
+    assert result is not None
+    meta = call.inputs[0].meta
+    return local_reshape(call) if _is_reshape(call, meta, result.meta.shape) else own_op(call)
+
+
+def overwritten(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Layouts of an as_strided_scatter that replaces every element: those of a reshape of the source."""
+    target, source = call.inputs
+    if not _is_reshape(call, target, source.shape):
+        return partials(call)
+    pairs = _carried(source.shape, target.shape, forms, 1, axis_size)
+    found = [Signature((old, here), (there,)) for here, there in pairs for old in (B, there)]
+    return [*found, *partials(call), *partials(call, [1])]
+
+
+def local_overwrite(call: LocalCall) -> LocalOp:
+    """The source in the shape of the target, where all of that is replaced."""
+    target, source = (one.meta for one in call.inputs)
+    if not _is_reshape(call, target, source.shape):
+        return own_op(call)
+    return torch.ops.aten.reshape.default, (call.args[1], output_shape(call)), {}
+
+
+def _is_reshape(call: OpCall | LocalCall, base: TensorMeta, shape: Sequence[int]) -> bool:
+    """Whether the (size, stride) of an as_strided name all elements of `base` in their own order.
+
+    What strides mean depends on those of the base, which a layout does not fix. They are known to be
+    dense and in order only for a base of one dim, and taken to be so where the shape stays the same.
+    """
+    wide = [extent for extent in base.shape if extent != 1]
+    same = wide == [extent for extent in shape if extent != 1]
+    if argument(call, "storage_offset") or math.prod(shape) != base.numel or not (len(wide) < 2 or same):
+        return False
+    expected = 1
+    for extent, stride in zip(reversed(shape), reversed(argument(call, "stride")), strict=True):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
 RULES: Mapping[Callable, OpRule] = {
     **rules(
         [
@@ -218,6 +275,8 @@ RULES: Mapping[Callable, OpRule] = {
     **rules(["squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims"], squeezed, local_reshape),
     **rules(["unsqueeze", "unsqueeze_copy"], unsqueezed),
     **rules(["expand", "expand_copy"], expanded, local_expand),
+    **rules(["as_strided", "as_strided_copy"], restrided, local_restride),
+    **rules(["as_strided_scatter"], overwritten, local_overwrite),
     **rules(["repeat"], repeated, local_repeat),
     **rules(["view.dtype", "view_copy.dtype"], retyped),
     **rules(["view_as_real", "view_as_real_copy", "view_as_complex", "view_as_complex_copy"], complex_parts),
