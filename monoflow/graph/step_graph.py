@@ -145,6 +145,26 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def output_paths(node: fx.Node) -> list[tuple[int, ...]]:
+    """For every tensor output, in flattened order, the getitem indices that lead to it."""
+
+    def walk(value: Any, path: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if isinstance(value, (list, tuple)):
+            return [found for i, one in enumerate(value) for found in walk(one, (*path, i))]
+        return [path]
+
+    return walk(node.meta["val"], ())
+
+
+def source_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """The op that computes a tensor and which of its outputs it is, seen through getitem."""
+    path: list[int] = []
+    while is_getitem(node):
+        path.insert(0, node.args[1])  # pyright: ignore[reportArgumentType]
+        node = node.args[0]  # pyright: ignore[reportAssignmentType]
+    return (node, output_paths(node).index(tuple(path))) if path else (node, 0)
+
+
 def meta_of(value: torch.Tensor) -> TensorMeta:
     """Shape and dtype of a tensor."""
     return TensorMeta(tuple(value.shape), value.dtype)

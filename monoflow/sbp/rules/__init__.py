@@ -6,6 +6,24 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from ..registry import OpRule
+from . import (
+    attention,
+    convolution,
+    embedding,
+    factory,
+    index,
+    loss,
+    matmul,
+    normalization,
+    optimizer,
+    pieces,
+    pointwise,
+    pooling,
+    random,
+    reduction,
+    softmax,
+    view,
+)
 
 
 def _merge(*tables: Mapping[Callable, OpRule]) -> Mapping[Callable, OpRule]:
@@ -17,4 +35,21 @@ def _merge(*tables: Mapping[Callable, OpRule]) -> Mapping[Callable, OpRule]:
     return MappingProxyType(merged)
 
 
-RULES: Mapping[Callable, OpRule] = _merge()
+RULES: Mapping[Callable, OpRule] = _merge(
+    attention.RULES,
+    convolution.RULES,
+    embedding.RULES,
+    factory.RULES,
+    index.RULES,
+    loss.RULES,
+    matmul.RULES,
+    normalization.RULES,
+    optimizer.RULES,
+    pieces.RULES,
+    pointwise.RULES,
+    pooling.RULES,
+    random.RULES,
+    reduction.RULES,
+    softmax.RULES,
+    view.RULES,
+)

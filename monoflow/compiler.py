@@ -1,0 +1,135 @@
+"""Read this first: a step function becomes results in four stages.
+
+    trace -> plan -> lower -> load
+
+Each stage returns one frozen object that its own verifier has checked; `text()` shows it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .capture.subject import Slot, Subject, subject_of
+from .capture.trace import Captured, capture
+from .graph.passes import PASSES
+from .graph.step_graph import Input, Output, Role, StepGraph, info_of
+from .graph.verify import verify
+from .log import stage_logger
+from .lower.lower import Lowered, lower
+from .mesh import Placement
+from .plan.plan import Plan
+from .plan.planner import plan_step
+from .runtime.actors import Engine
+from .runtime.transport import CommStats, DistTransport, SimTransport
+from .sbp.rules import RULES
+
+__all__ = ["Captured", "CommStats", "Compiled", "Input", "Output", "Plan", "Role", "Slot", "StepGraph", "Subject"]
+__all__ += ["compile_step", "load", "lower_step", "plan", "subject_of", "trace"]
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A step that is ready to run: what every stage made of it, and the engine that runs it."""
+
+    captured: Captured
+    plan: Plan
+    lowered: Lowered
+    engine: Engine
+    transport: DistTransport | SimTransport
+
+    def stats(self) -> CommStats:
+        """Collectives and bytes that this process' (first) rank has sent so far, by axis and kind."""
+        if isinstance(self.transport, SimTransport):
+            return self.transport.stats(min(self.lowered.programs))
+        return self.transport.stats()
+
+
+def compile_step(
+    function: Callable,
+    subject: Subject,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    placement: Placement,
+    plan_name: str,
+    pins: Mapping[str, tuple],
+    ranks: Sequence[int],
+    device: torch.device,
+    simulated: bool,
+) -> Compiled:
+    """Compiles one step function for one signature of its arguments.
+
+    Args:
+        ranks: the ranks of the placement that this process hosts: one, or all in a simulation.
+        device: where this process' tensors live.
+    """
+    captured = trace(function, subject, args, kwargs)
+    planned = plan(captured, placement, plan_name, pins)
+    lowered = lower_step(planned, ranks, device)
+    return load(captured, lowered, simulated)
+
+
+def trace(function: Callable, subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+    """Captures the step and runs the graph passes."""
+    log = stage_logger("capture")
+    start = time.perf_counter()
+    code = getattr(function, "__code__", None)
+    source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
+    name = getattr(function, "__name__", "step")
+    captured = capture(function, subject, args, kwargs, name=name, source=source)
+    graph = verify(captured.graph, "capture")
+    for key, one in PASSES.items():
+        graph = verify(one(graph), key)
+        log.debug("after %s: %d nodes", key, len(graph.graph.nodes))
+    log.info("captured %s: %d nodes in %.2f s", name, len(graph.graph.nodes), time.perf_counter() - start)
+    return replace(captured, graph=graph)
+
+
+def plan(captured: Captured, placement: Placement, name: str, pins: Mapping[str, tuple]) -> Plan:
+    """Plans the captured step; warns of every op that has no rule, with what its replication costs."""
+    log = stage_logger("plan")
+    start = time.perf_counter()
+    made = plan_step(captured.graph, placement, name, RULES, pins)
+    nodes = {node.name: node for node in made.graph.calls()}
+    if placement.size > 1:
+        for key, num_bytes in made.unruled.items():
+            info = info_of(nodes[key])
+            log.warning(
+                "%s has no rule: it runs whole on every rank (%s bytes each), at %s %s",
+                nodes[key].target, f"{num_bytes:,}", info.source, info.module,
+            )  # fmt: skip
+    log.info("planned %s as %r on %s in %.2f s", made.graph.name, name, placement, time.perf_counter() - start)
+    return made
+
+
+def lower_step(made: Plan, ranks: Sequence[int], device: torch.device, observe: bool = False) -> Lowered:
+    """Lowers a plan for some ranks."""
+    log = stage_logger("lower")
+    start = time.perf_counter()
+    lowered = lower(made, RULES, ranks, device, observe)
+    num_tasks = len(next(iter(lowered.programs.values())).tasks)
+    log.info("lowered %s: %d tasks in %.2f s", made.graph.name, num_tasks, time.perf_counter() - start)
+    return lowered
+
+
+def load(captured: Captured, lowered: Lowered, simulated: bool) -> Compiled:
+    """Connects programs to a transport."""
+    placement = lowered.plan.placement
+    ranks = list(lowered.programs)
+    hosts_all = simulated or placement.size == 1
+    transport = SimTransport(placement) if hosts_all else DistTransport(placement, ranks[0])
+    origins = {node.name: info_of(node) for node in lowered.plan.graph.calls()}
+
+    def describe(name: str) -> str:
+        info = origins.get(name)
+        if info is None:
+            return f"op {name}"
+        return f"op {name}" + f", module {info.module!r}" * bool(info.module) + f", {info.source}" * bool(info.source)
+
+    engine = Engine(lowered.programs, placement, transport, describe)
+    return Compiled(captured, lowered.plan, lowered, engine, transport)

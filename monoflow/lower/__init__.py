@@ -1,0 +1,1 @@
+"""StepGraph + Plan -> Program: what one rank executes."""

@@ -1,0 +1,86 @@
+"""One node as one rank runs it: local arguments, the device's kernels, updates in place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ..graph.step_graph import metas_of
+from ..sbp.registry import OpRule
+from ..sbp.signature import LocalCall, LocalOp, TensorShard
+from .schedule import Op
+
+aten = torch.ops.aten
+
+#: A shard's strides need not be those that the global view relied on; reshape copies only when it must.
+_RESHAPES: Mapping[Any, Any] = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
+
+
+def local_op(
+    op: Op,
+    arguments: list[fx.Node],
+    rules: Mapping[Callable, OpRule],
+    mesh: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    device: torch.device,
+) -> tuple[LocalOp, list[TensorShard | None]]:
+    """What a rank runs for a node, and the shards it gives.
+
+    Args:
+        arguments: the rank's own nodes for the tensor arguments, in flattened order.
+    """
+    inputs = []
+    for value in op.inputs:
+        meta = metas_of(value.node)[value.index]
+        assert meta is not None
+        inputs.append(TensorShard(meta, value.layout, mesh, coordinate))
+    outputs = [
+        None if meta is None else TensorShard(meta, value.layout, mesh, coordinate)
+        for meta, value in zip(metas_of(op.node), op.outputs, strict=True)
+    ]
+    given = iter(arguments)
+    args, kwargs = pytree.tree_map(
+        lambda x: next(given) if isinstance(x, fx.Node) else x, (tuple(op.node.args), dict(op.node.kwargs))
+    )
+    rule = rules.get(op.node.target)  # type: ignore[arg-type]
+    if rule is not None and rule.local is not None:
+        target, args, kwargs = rule.local(LocalCall(op.node.target, args, kwargs, inputs, outputs))  # type: ignore[arg-type]
+    else:
+        target = op.node.target
+    if "device" in kwargs and kwargs["device"] is not None:
+        kwargs = {**kwargs, "device": device}
+    return (_RESHAPES.get(target, target), args, kwargs), outputs  # type: ignore[return-value]
+
+
+#: Functional fused updates and their in-place forms: the update writes the state it read.
+IN_PLACE: Mapping[Any, Any] = {
+    getattr(getattr(aten, name), overload): getattr(getattr(aten, f"{name}_"), overload)
+    for name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
+    if hasattr(aten, name)
+    for overload in ("default", "tensor_lr")
+    if overload in getattr(aten, name).overloads() and overload in getattr(aten, f"{name}_").overloads()
+}
+
+
+def update_in_place(op: Any, *lists: Any, **kwargs: Any) -> tuple[list[torch.Tensor], ...]:
+    """Runs an in-place fused update and returns its lists, as the functional form would."""
+    op(*lists, **kwargs)
+    return lists
+
+
+def pick(graph: fx.Graph, result: fx.Node, paths: Sequence[tuple[int, ...]]) -> list[fx.Node]:
+    """Nodes for every output of a call, given the getitem indices that lead to each."""
+    found: dict[tuple[int, ...], fx.Node] = {(): result}
+    for path in paths:
+        for depth in range(1, len(path) + 1):
+            if path[:depth] not in found:
+                found[path[:depth]] = graph.call_function(operator.getitem, (found[path[: depth - 1]], path[depth - 1]))
+    return [found[path] for path in paths]

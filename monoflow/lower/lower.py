@@ -1,0 +1,240 @@
+"""Lowering: cut the schedule into tasks at the collectives, and give every rank its local form of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ..boxing.collectives import AxisMove, run_local
+from ..graph.step_graph import Role, metas_of, output_paths
+from ..plan.plan import Plan
+from ..runtime.program import Port, Program, Register, Task, verify
+from ..sbp.layout import local_shape
+from ..sbp.registry import OpRule
+from .local import IN_PLACE, local_op, pick, update_in_place
+from .schedule import Box, LaidOut, Op, Schedule, schedule
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The programs of all ranks that were asked for, and what they were made from."""
+
+    plan: Plan
+    programs: Mapping[int, Program]
+    schedule: Schedule
+
+
+def lower(
+    plan: Plan,
+    rules: Mapping[Callable, OpRule],
+    ranks: Sequence[int],
+    device: torch.device,
+    observe: bool = False,
+) -> Lowered:
+    """The programs of `ranks`. Every rank lowers its own shapes; the order of collectives is one for all.
+
+    Args:
+        observe: also give out the observed outputs (gradients as the optimizer sees them).
+    """
+    made = schedule(plan, observe)
+    segments = _segments(made)
+    programs = {rank: _RankLowering(plan, made, segments, rules, rank, device).program() for rank in ranks}
+    return Lowered(plan, programs, made)
+
+
+@dataclass
+class _Segment:
+    """What runs between two collectives, or one collective."""
+
+    items: list[Op | Box] = field(default_factory=list)
+    reads: list[LaidOut] = field(default_factory=list)
+    writes: list[LaidOut] = field(default_factory=list)
+
+    @property
+    def collective(self) -> Box | None:
+        first = self.items[0]
+        return first if isinstance(first, Box) and not first.is_local else None
+
+
+def _segments(made: Schedule) -> list[_Segment]:
+    """Cuts the schedule at its collectives and works out what crosses every cut."""
+    segments: list[_Segment] = []
+    for item in made.items:
+        is_collective = isinstance(item, Box) and not item.is_local
+        if is_collective or not segments or segments[-1].collective is not None:
+            segments.append(_Segment())
+        segments[-1].items.append(item)
+    last_use: dict[LaidOut, int] = {one: len(segments) for _, one in made.outputs}
+    for position, segment in enumerate(segments):
+        for item in segment.items:
+            for value in _reads(item):
+                last_use[value] = max(last_use.get(value, 0), position)
+    for position, segment in enumerate(segments):
+        own = {value for item in segment.items for value in _writes(item)}
+        segment.reads = list(dict.fromkeys(v for item in segment.items for v in _reads(item) if v not in own))
+        segment.writes = [
+            value for item in segment.items for value in _writes(item) if last_use.get(value, -1) > position
+        ]
+    return segments
+
+
+def _reads(item: Op | Box) -> Sequence[LaidOut]:
+    return item.inputs if isinstance(item, Op) else (item.source,)
+
+
+def _writes(item: Op | Box) -> Sequence[LaidOut]:
+    return item.outputs if isinstance(item, Op) else (item.target,)
+
+
+class _RankLowering:
+    """One rank's program."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        made: Schedule,
+        segments: Sequence[_Segment],
+        rules: Mapping[Callable, OpRule],
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self.plan, self.made, self.segments, self.rules = plan, made, segments, rules
+        self.rank, self.device = rank, device
+        self.mesh = plan.placement.shape
+        self.coordinate = plan.placement.coordinate(rank)
+        self.registers: list[Register] = []
+        self.register_of: dict[LaidOut, int] = {}
+        self.readers: dict[LaidOut, list[int]] = {}
+        self.donated: set[LaidOut] = set()
+
+    def program(self) -> Program:
+        names = {node: name for name, node in self.plan.graph.placeholders.items()}
+        for value in self.made.inputs:
+            self._register(value)
+        self.last_reader = {
+            value: position for position, segment in enumerate(self.segments) for value in segment.reads
+        }
+        outputs = {value for _, value in self.made.outputs}
+        self.state = {
+            value
+            for value in self.made.inputs
+            if self.plan.graph.input_of[names[value.node]].role in (Role.PARAM, Role.STATE) and value not in outputs
+        }
+        tasks = [self._task(position, segment) for position, segment in enumerate(self.segments)]
+        return verify(
+            Program(
+                self.rank,
+                self.plan.placement,
+                tuple(tasks),
+                tuple(self.registers),
+                tuple(
+                    Port(names[one.node], self.register_of[one], donated=one in self.donated)
+                    for one in self.made.inputs
+                ),
+                tuple(Port(one.name, self.register_of[value], one.replaces) for one, value in self.made.outputs),
+            )
+        )
+
+    def _register(self, value: LaidOut) -> int:
+        meta = metas_of(value.node)[value.index]
+        assert meta is not None, f"{value.name} is absent"
+        shape = local_shape(meta.shape, value.layout, self.mesh, self.coordinate)
+        self.registers.append(Register(len(self.registers), value.name, shape, meta.dtype))
+        self.register_of[value] = len(self.registers) - 1
+        return len(self.registers) - 1
+
+    def _task(self, position: int, segment: _Segment) -> Task:
+        reads = tuple(self.register_of[value] for value in segment.reads)
+        box = segment.collective
+        if box is not None:
+            for value in segment.reads:
+                self.readers.setdefault(value, []).append(position)
+            target = self._register(box.target)
+            name = f"{box.move.kind}:{box.source.name}"
+            return Task(position, name, str(box.phase), reads, (target,), move=box.move)
+        body = _Body(self, position, segment)
+        module = body.build()
+        for value in segment.reads:
+            self.readers.setdefault(value, []).append(position)
+        writes = tuple(self._register(value) for value in segment.writes)
+        after = {reader for value in body.donated for reader in self.readers.get(value, ()) if reader != position}
+        phase = next((str(item.phase) for item in segment.items), "")
+        first = next((item.node.name for item in segment.items if isinstance(item, Op)), "moves")
+        return Task(position, first, phase, reads, writes, compute=module, after=tuple(sorted(after)))
+
+
+class _Body:
+    """The fx module of one compute task on one rank."""
+
+    def __init__(self, owner: _RankLowering, position: int, segment: _Segment) -> None:
+        self.owner, self.position, self.segment = owner, position, segment
+        self.graph = fx.Graph()
+        self.env: dict[LaidOut, fx.Node] = {}
+        self.donated: list[LaidOut] = []
+
+    def build(self) -> fx.GraphModule:
+        for value in self.segment.reads:
+            self.env[value] = self.graph.placeholder(_identifier(value.name))
+        uses = self._last_uses()
+        for number, item in enumerate(self.segment.items):
+            if isinstance(item, Op):
+                self._op(item, number, uses)
+            else:
+                self._local_move(item)
+        self.graph.output([self.env[value] for value in self.segment.writes])
+        self.graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.target is update_in_place)
+        return fx.GraphModule(torch.nn.Module(), self.graph)
+
+    def _last_uses(self) -> dict[LaidOut, int]:
+        return {value: number for number, item in enumerate(self.segment.items) for value in _reads(item)}
+
+    def _op(self, item: Op, number: int, uses: Mapping[LaidOut, int]) -> None:
+        owner = self.owner
+        arguments = [self.env[value] for value in item.inputs]
+        (target, args, kwargs), _ = local_op(
+            item, arguments, owner.rules, owner.mesh, owner.coordinate, owner.device
+        )
+        if target in IN_PLACE and self._may_overwrite(item, number, uses):
+            target, args = update_in_place, (IN_PLACE[target], *args)
+        result = self.graph.create_node("call_function", target, args, kwargs, name=item.node.name)
+        for value, node in zip(item.outputs, pick(self.graph, result, output_paths(item.node)), strict=True):
+            self.env[value] = node
+
+    def _may_overwrite(self, item: Op, number: int, uses: Mapping[LaidOut, int]) -> bool:
+        """Whether everything an in-place update writes is state that nothing reads any more."""
+        op = IN_PLACE[item.node.target]  # type: ignore[index]
+        flat, written = iter(item.inputs), []
+        for argument, given in zip(op._schema.arguments, item.node.args, strict=False):
+            values = [next(flat) for _ in given] if isinstance(given, (list, tuple)) else []  # type: ignore[union-attr]
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
+                written += values
+        owner = self.owner
+        free = all(
+            value in owner.state and uses[value] == number and owner.last_reader[value] == self.position
+            for value in written
+        )
+        if free:
+            owner.donated |= set(written)
+            self.donated += written
+        return free
+
+    def _local_move(self, item: Box) -> None:
+        owner, move = self.owner, item.move
+        source = self.env[item.source]
+        if move.mesh[move.axis] == 1:
+            self.env[item.target] = source
+            return
+        index = owner.coordinate[move.axis]
+        axis_move = AxisMove.of(move, owner.coordinate)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return run_local(axis_move, index, tensor)
+
+        self.env[item.target] = self.graph.call_function(cut, (source,))
+
+
+def _identifier(name: str) -> str:
+    return "".join(c if c.isalnum() else "_" for c in name)

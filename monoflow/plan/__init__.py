@@ -1,0 +1,1 @@
+"""StepGraph -> Plan: how every tensor of the step lies over the devices."""

@@ -1,0 +1,111 @@
+"""Program: what one rank executes. Tasks read and write registers; that is all there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from ..boxing.route import Move
+from ..mesh import Placement
+
+
+@dataclass(frozen=True)
+class Register:
+    """A bounded slot for one tensor: an actor writes it, its consumers read it and hand it back."""
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slots: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize * self.slots
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """A piece of program. `after` are tasks that must be done first although no register links them.
+
+    Exactly one of `compute` (a function of the input registers that returns the output registers) and `move`
+    (a collective along one axis, from one input register to one output register) is set.
+    """
+
+    index: int
+    name: str
+    phase: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    compute: fx.GraphModule | None = None
+    move: Move | None = None
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Port:
+    """A register that the outside fills before the step (an input) or takes after it (an output)."""
+
+    name: str
+    register: int
+    replaces: str = ""
+    donated: bool = False  # an input that the program may overwrite with its next value
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The tasks of one rank in one order that all ranks share for their collectives."""
+
+    rank: int
+    placement: Placement
+    tasks: tuple[Task, ...]
+    registers: tuple[Register, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Per register, the tasks that read it."""
+        found: list[list[int]] = [[] for _ in self.registers]
+        for task in self.tasks:
+            for register in dict.fromkeys(task.inputs):
+                found[register].append(task.index)
+        return tuple(map(tuple, found))
+
+    def text(self) -> str:
+        """The program for people: registers with their bytes, then one line a task."""
+        lines = [f"Program of rank {self.rank} on {self.placement}"]
+        for port in self.inputs:
+            lines.append(f"  r{port.register} <- {port.name}{' (donated)' if port.donated else ''}")
+        for task in self.tasks:
+            reads = ", ".join(f"r{i}" for i in task.inputs)
+            writes = ", ".join(f"r{i}:{list(self.registers[i].shape)}" for i in task.outputs)
+            what = str(task.move) if task.move is not None else f"{_num_ops(task)} ops"
+            lines.append(f"  t{task.index} {task.phase} {task.name}: ({reads}) -> ({writes})  # {what}")
+        for port in self.outputs:
+            lines.append(f"  {port.name} <- r{port.register}{f' replaces {port.replaces}' * bool(port.replaces)}")
+        return "\n".join(lines)
+
+
+def _num_ops(task: Task) -> int:
+    assert task.compute is not None
+    return sum(node.op == "call_function" for node in task.compute.graph.nodes)
+
+
+def verify(program: Program) -> Program:
+    """Returns the program if every register is written once, before it is read; asserts otherwise."""
+    written = {port.register for port in program.inputs}
+    for position, task in enumerate(program.tasks):
+        assert task.index == position and (task.compute is None) != (task.move is None), task.name
+        missing = set(task.inputs) - written
+        assert not missing, f"task {task.name} reads registers {missing} before they are written"
+        twice = set(task.outputs) & written
+        assert not twice, f"task {task.name} writes registers {twice} again"
+        assert all(earlier < position for earlier in task.after), f"task {task.name} waits for a later task"
+        written |= set(task.outputs)
+    missing = {port.register for port in program.outputs} - written
+    assert not missing, f"outputs read registers {missing} that nothing writes"
+    return program
