@@ -240,7 +240,7 @@ class CaptureMode(TorchDispatchMode):
             raise self._data_dependent(_DATA_SIZED[func], info)
         if func is aten.index.Tensor and any(x is not None and x.dtype in _MASKS for x in args[1]):
             raise self._data_dependent("indexing with a boolean mask", info)
-        if self.hypers and func._schema.is_mutable and any(id(x) in self.hypers for x in args):
+        if func._schema.is_mutable and args and id(args[0]) in self.hypers:
             raise CaptureError(
                 f"the step changes the learning rate {self.place(info)}; call the scheduler outside the step, "
                 "after it: train_step(batch); scheduler.step()"

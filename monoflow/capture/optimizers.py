@@ -6,6 +6,7 @@ a tensor while torch believes it compiles). tests/null/test_optimizers.py fails 
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,9 +16,13 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from ..errors import CaptureError
+from .functional import functionalize
+
+aten = torch.ops.aten
 
 #: Hyper-parameters that are inputs of the step. Every other one is part of what the graph was captured for.
 LIFTED = ("lr",)
@@ -172,7 +177,8 @@ class InitialState:
     def value(self, index: int, key: str, param: torch.Tensor) -> torch.Tensor:
         """The initial value, computed for real from the real `param` (or from a shard of it)."""
         nodes = [node for node in self._traced.graph.nodes if node.op == "placeholder"]
-        env: dict[fx.Node, Any] = {nodes[index]: param}
+        # Every first value depends on its own parameter only; of a gradient it can only take the shape.
+        env: dict[fx.Node, Any] = {nodes[index]: param, nodes[len(nodes) // 2 + index]: param}
         results = self._traced.graph.output_node().args[0]
         result = results[self._keys[index, key]]  # type: ignore[index]
         return _evaluate(self._traced, result, env)
@@ -197,6 +203,12 @@ def initial_state(
     Returns None where there is none to begin, or where a first value depends on the gradient (SGD with
     dampening): such an optimizer's first step differs from the later ones, and is captured as it is.
     """
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise CaptureError(
+            f"{type(optimizer).__name__} evaluates the loss several times a step, as often as the values ask for; "
+            "one graph cannot hold that. Run this step eagerly, without flow.graph, or use another optimizer"
+        )
     fresh = [i for i, p in enumerate(params) if not optimizer.state.get(p) and p.requires_grad]
     if not fresh:
         return None
@@ -208,7 +220,9 @@ def initial_state(
         for i in fresh:
             leaves[i].grad = flat[len(params) + i]
             _start_momentum(optimizer, params[i], leaves[i], state)
-        with swapped(optimizer, dict(zip(params, leaves, strict=True)), state, hyper_values(optimizer)):
+        # Numbers, as in an eager first step: some states start from the learning rate of that moment.
+        hypers = [{k: float(v) for k, v in values.items()} for values in hyper_values(optimizer)]
+        with swapped(optimizer, dict(zip(params, leaves, strict=True)), state, hypers, FusedUpdates):
             optimizer.step()
         keys.clear()
         values = []
@@ -221,8 +235,8 @@ def initial_state(
                     raise number_state_error(optimizer, key, value, state[leaves[i]][key])
         return values
 
-    grads = [torch.empty_like(fake) for fake in fakes]
-    traced = make_fx(first_values)(*fakes, *grads)
+    flat = [*fakes, *(torch.empty_like(fake) for fake in fakes)]
+    traced = functionalize(make_fx(first_values)(*flat), flat)
     placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     results: Any = traced.graph.output_node().args[0]
     gradients = set(placeholders[len(params) :])
@@ -242,14 +256,19 @@ def _start_momentum(
             state[leaf]["momentum_buffer"] = torch.zeros_like(leaf, requires_grad=False)
 
 
+_SHAPE_ONLY = (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_full)
+
+
 def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """The nodes whose values a node depends on."""
     seen: set[fx.Node] = set()
     stack = [node]
     while stack:
         one = stack.pop()
         if one not in seen:
             seen.add(one)
-            stack.extend(one.all_input_nodes)
+            if getattr(one.target, "overloadpacket", None) not in _SHAPE_ONLY:
+                stack.extend(one.all_input_nodes)
     return seen
 
 
@@ -290,6 +309,17 @@ def run_fused_update(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             written = own[names.index(name)]
             if name != "grads" and written:
                 written[0].copy_(result[0])
+
+
+class FusedUpdates(TorchDispatchMode):
+    """Fused updates as functional calls: the in-place ones return nothing that a trace could follow."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if is_fused_update(func):
+            return run_fused_update(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _meta_kernels() -> torch.library.Library:

@@ -15,7 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ..graph.step_graph import Role, StepGraph
 from ..sbp.random_mode import op_numbers
-from .finish import functionalize, step_graph
+from .finish import step_graph
+from .functional import functionalize
 from .lift import arguments_of, lift
 from .optimizers import InitialState
 from .run import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from monoflow.capture.trace import Captured
 from monoflow.errors import CaptureError
 from monoflow.graph.step_graph import Role
 
-from .graph_run import GraphStep, Things, compare, trace
+from .graph_run import GraphStep, Things, assert_close, compare, state_of, trace
 
-BATCHES = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(i)), torch.tensor([0, 1, 2, 0, 1, 2])) for i in range(4)]
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2])
+BATCHES = [(torch.randn(6, 4, generator=torch.Generator().manual_seed(i)), LABELS) for i in range(4)]
 
 
 class Lion(torch.optim.Optimizer):
@@ -103,28 +105,164 @@ OPTIMIZERS = {
 }
 
 
-def lr_is_input(captured: Captured) -> bool:
-    """The learning rate is an input, every parameter's update depends on it, and no node holds it."""
+def reached_by_lr(captured: Captured) -> set[str]:
+    """The parameters whose next value, or next state, depends on a learning rate that is an input."""
     graph = captured.graph
-    rates = {graph.placeholders[one.name] for one in graph.inputs if one.role is Role.HYPER}
-    depends = set(rates)
+    depends = {graph.placeholders[one.name] for one in graph.inputs if one.role is Role.HYPER}
     for node in graph.calls():
         if any(argument in depends for argument in node.all_input_nodes):
             depends.add(node)
-    nexts = [node for one, node in zip(graph.outputs, graph.results, strict=True) if one.replaces in captured.slots
-             and captured.slots[one.replaces].role is Role.PARAM]
-    return bool(nexts) and all(node in depends for node in nexts)
+    pairs = zip(graph.outputs, graph.results, strict=True)
+    return {captured.slots[one.replaces].of for one, node in pairs if one.replaces and node in depends}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_and_state_equal_eager_ones(name: str) -> None:
-    def change_lr(things: Things) -> None:
-        for group in things[1].param_groups:
-            rate = group["lr"]
-            if isinstance(rate, torch.Tensor):
-                rate.mul_(0.5)
-            elif name != "rprop":
-                group["lr"] = rate * 0.5
+    step = compare(training(OPTIMIZERS[name]), BATCHES, tolerance=3e-6, between=halve_lr)
+    if name != "rprop":  # which has a learning rate only at its start
+        assert reached_by_lr(step.captures[0][1]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
-    step = compare(training(OPTIMIZERS[name]), BATCHES, between=change_lr)
-    assert name == "rprop" or lr_is_input(step.captures[0][1])
+
+def halve_lr(things: Things) -> None:
+    for optimizer in things:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                if isinstance(group["lr"], torch.Tensor):
+                    group["lr"].mul_(0.5)
+                else:
+                    group["lr"] *= 0.5
+
+
+def test_dampening_takes_two_graphs() -> None:
+    optimizer = of(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3)
+    step = compare(training(optimizer), BATCHES, num_captures=2)
+    first, later = (captured for _, captured in step.captures)
+    assert first.begins == {f"{name}:momentum_buffer" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    assert not later.begins and reached_by_lr(later)
+
+
+def test_groups_have_their_own_rates_and_decay() -> None:
+    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+        assert isinstance(model, nn.Sequential)
+        groups = [
+            {"params": [model[0].weight, model[2].weight], "weight_decay": 0.3},
+            {"params": [model[0].bias, model[2].bias], "lr": 0.05, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    step = compare(training(optimizer_of), BATCHES, between=halve_lr)
+    hypers = [one.name for one in step.captures[0][1].graph.inputs if one.role is Role.HYPER]
+    assert hypers == ["group0:lr", "group1:lr"]
+
+
+def test_a_scheduler_between_steps_needs_no_new_capture() -> None:
+    def make() -> tuple[Callable, Things]:
+        step, (model, optimizer) = training(of(torch.optim.AdamW, lr=0.01))()
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        schedulers[id(optimizer)] = scheduler
+        return step, (model, optimizer)
+
+    def advance(things: Things) -> None:
+        things[1]._opt_called = True
+        schedulers[id(things[1])].step()
+
+    schedulers: dict[int, Any] = {}
+    # OneCycleLR moves the momentum too, which is a constant of the graph: a graph each.
+    compare(make, BATCHES, between=advance, num_captures=4)
+
+
+def test_eager_and_graph_steps_interleave() -> None:
+    def make(kind: str) -> tuple[Callable, Things]:
+        return training(OPTIMIZERS[kind])()
+
+    for kind in ("adamw", "sgd-momentum", "adagrad"):
+        torch.manual_seed(0)
+        eager_step, eager_things = make(kind)
+        torch.manual_seed(0)
+        mixed_step, mixed_things = make(kind)
+        graph_step = GraphStep(mixed_step, mixed_things)
+        for number, batch in enumerate(BATCHES):
+            eager_step(*batch)
+            if number % 2:
+                graph_step(torch.tensor(0), *batch)
+            else:
+                mixed_step(*batch)
+        assert_close(state_of(mixed_things), state_of(eager_things), 1e-6, kind)
+        assert mixed_things[1].state_dict()["param_groups"] == eager_things[1].state_dict()["param_groups"]
+
+
+def test_parameters_without_gradient_get_no_state() -> None:
+    def make() -> tuple[Callable, Things]:
+        model = nn.ModuleDict({name: nn.Linear(4, 3) for name in ("used", "unused", "frozen")})
+        model["frozen"].requires_grad_(False)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model["used"](x) + model["frozen"](x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step, (model, optimizer)
+
+    step = compare(make, BATCHES)
+    states = {one.of for one in step.captures[0][1].graph.inputs if one.role is Role.STATE}
+    assert states == {"used.weight", "used.bias"}
+
+
+class CountsInPython(torch.optim.SGD):
+    """Keeps its step count as a Python number."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["count"] = state.get("count", 0) + 1
+                p.sub_(p.grad * group["lr"] / state["count"])
+
+
+def test_state_in_python_numbers_is_refused() -> None:
+    step, things = training(of(CountsInPython, lr=0.1))()
+    advice = r"CountsInPython keeps 'count' as a Python int.*state\['count'\] = torch.tensor"
+    with pytest.raises(CaptureError, match=advice):
+        trace(step, things, *BATCHES[0])
+    step(*BATCHES[0])
+    with pytest.raises(CaptureError, match=r"'count' as a Python int \(1, then 2\)"):
+        trace(step, things, *BATCHES[0])
+
+
+class RateToPython(torch.optim.SGD):
+    """Takes its learning rate to a Python number."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad * float(group["lr"]))
+
+
+def test_a_learning_rate_taken_to_python_is_refused_at_its_line() -> None:
+    step, things = training(of(RateToPython, lr=0.1))()
+    line = Path(__file__).read_text().splitlines().index(" " * 16 + 'p.sub_(p.grad * float(group["lr"]))') + 1
+    with pytest.raises(CaptureError, match=rf"learning rate.*{__file__}:{line}.*param.sub_"):
+        trace(step, things, *BATCHES[0])
+
+
+def test_lbfgs_is_refused() -> None:
+    model = small_model()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+        return closure()
+
+    with pytest.raises(CaptureError, match="LBFGS"):
+        trace(step, (model, optimizer), *BATCHES[0])
