@@ -111,3 +111,7 @@ def test_bags(mode, weighted):
     back = (values(3, 4, seed=2), index, offset_to_bag, bag_size, maxima, 7, False, mode, scale)
     found = proven(RULES[BAG_BACKWARD], BAG_BACKWARD, *back)
     holds(found, f"S(1), B, B, B, B{tail} -> S(1)", f"P(sum), B, B, B, B{tail} -> P(sum)")
+    op = aten._embedding_bag_backward.default
+    back = (back[0], index, offsets, offset_to_bag, bag_size, maxima, 7, False, mode, False, scale)
+    found = proven(RULES[op], op, *back)
+    assert found == {f"S(1), B, B, B, B, B{tail} -> S(1)", f"P(sum), B, B, B, B, B{tail} -> P(sum)"}

@@ -102,3 +102,32 @@ def test_products_with_a_wider_result():
 def test_products_of_integers():
     op = aten.mm.default
     proven(RULES[op], op, torch.arange(10).view(5, 2), torch.arange(6).view(2, 3))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0])
+def test_backward_of_distances(p):
+    op = aten._cdist_backward.default
+    x, y = values(2, 5, 3), values(2, 4, 3, seed=1)
+    args = (values(2, 5, 4, seed=2), x, y, p, aten._cdist_forward.default(x, y, p, None))
+    assert proven(RULES[op], op, *args) == {
+        "S(0), S(0), S(0), S(0) -> S(0)",
+        "S(1), S(1), B, S(1) -> S(1)",
+        "S(2), B, S(1), S(2) -> P(sum)",
+        "B, S(2), S(2), B -> S(2)",
+        "P(sum), B, B, B -> P(sum)",
+    }
+
+
+def test_trilinear_is_an_einsum_of_three():
+    op = aten._trilinear.default
+    # What bilinear(x, y) makes: x (batch, i), weight (o, i, j), y (batch, j), summed over i and j.
+    args = (values(5, 3), values(2, 3, 4, seed=1), values(5, 4, seed=2), [1, 3], [0], [1, 2], [2, 3])
+    assert proven(RULES[op], op, *args) == {
+        "S(0), B, S(0) -> S(0)",
+        "B, S(0), B -> S(1)",
+        "S(1), S(1), B -> P(sum)",
+        "B, S(2), S(1) -> P(sum)",
+        "P(sum), B, B -> P(sum)",
+        "B, P(sum), B -> P(sum)",
+        "B, B, P(sum) -> P(sum)",
+    }

@@ -209,3 +209,17 @@ def test_batch_norm_backward(mask, train):
         holds(found, f"S(1), S(1), S(0), S(0), S(0), {saved} -> S(1), S(0), S(0)")
         holds(found, "P(sum), B, B, B, B, B, B -> P(sum), P(sum), P(sum)")
     assert ("S(0), S(0), B, B, B, B, B -> S(0), P(sum), P(sum)" in found) == (all(mask) and not train)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((5, 3, 4), 0), ((4, 3), 0), ((4, 3, 5), 2)])
+def test_weight_norm(shape, dim):
+    op, backward = aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default
+    v = values(*shape)
+    g = values(*(extent if d == dim else 1 for d, extent in enumerate(shape)), seed=1)
+    assert proven(RULES[op], op, v, g, dim) == {f"S({dim}), S({dim}) -> S({dim}), S({dim})"}
+    same_as_expanded(RULES[op], op, v, g, dim)
+    args = (values(*shape, seed=2), v, g, op(v, g, dim)[1], dim)
+    found = proven(RULES[backward], backward, *args)
+    split = ", ".join([f"S({dim})"] * 4)
+    assert found == {f"{split} -> S({dim}), S({dim})", "P(sum), B, B, B -> P(sum), P(sum)"}
+    same_as_expanded(RULES[backward], backward, *args)

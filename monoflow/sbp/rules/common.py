@@ -133,7 +133,7 @@ def reduced_dims(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]
 
 
 def empty_outputs(call: LocalCall, like: Any) -> LocalOp:
-    """What an op gives on an empty shard whose outputs are all empty too, when the kernel refuses it."""
+    """What an op gives on an empty shard, when the kernel refuses it: empty outputs, or sums of nothing."""
     shapes = tuple(None if out is None else out.shape for out in call.outputs)
     dtypes = tuple(None if out is None else out.meta.dtype for out in call.outputs)
     return new_zeros, (like, shapes, dtypes), {}

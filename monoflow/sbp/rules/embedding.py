@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..layout import B, P, Split
-from ..registry import Forms, OpRule, aten, own_op, splits_of
+from ..registry import Forms, OpRule, aten, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature, TensorShard
-from .common import argument, named, tensor_names
+from .common import argument, has_argument, linear_signature, named
 
 Runs = Sequence[int]  # start and stop of every run, one after the other (schemas have no pairs)
 
@@ -119,23 +119,17 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def _bag_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    """Row-dim splits; linear in the table unless the bag takes maxima."""
-    names = tensor_names(call)
-    table = names.index("weight")
-    mode, rest = argument(call, "mode"), len(call.outputs) - 1
-    found = []
-    for split in splits_of(forms, table, 1):
-        if mode != _MAX and split.blocks == split.unit == 1:
-            inputs = tuple(split if i == table else B for i in range(len(names)))
-            found.append(Signature(inputs, (split,) + (B,) * rest))
-    if mode != _MAX:
-        inputs = tuple(P if i == table else B for i in range(len(names)))
-        found.append(Signature(inputs, (P,) + (B,) * rest))
-    return found
+    """Row-dim splits; linear in the table unless the bag takes maxima. The other outputs are of the index."""
+    if argument(call, "mode") == _MAX:
+        return []
+    others = len(call.outputs) - 1
+    sums = Signature(linear_signature(call, (0,)).inputs, (P, *[B] * others))
+    return [*named(call, axis_size, forms, {"weight": "_d"}, ["_d", *["-"] * others]), sums]
 
 
 def _bag_backward_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    if argument(call, "mode") == _MAX:
+    """Row-dim splits; linear in the gradient unless the bag takes maxima."""
+    if argument(call, "mode") == _MAX or (has_argument(call, "sparse") and argument(call, "sparse")):
         return []
     return named(call, axis_size, forms, {"grad": "_d"}, ["_d"], linear=[("grad",)])
 
@@ -144,5 +138,7 @@ RULES: dict[Callable, OpRule] = {
     **dict.fromkeys(aten("embedding"), OpRule(_signatures, _local)),
     **dict.fromkeys(aten("embedding_dense_backward"), OpRule(_backward_signatures, _backward_local)),
     **dict.fromkeys(aten("_embedding_bag", "_embedding_bag_forward_only"), OpRule(_bag_signatures)),
-    **dict.fromkeys(aten("_embedding_bag_dense_backward"), OpRule(_bag_backward_signatures)),
+    **dict.fromkeys(
+        aten("_embedding_bag_dense_backward", "_embedding_bag_backward"), OpRule(_bag_backward_signatures)
+    ),
 }

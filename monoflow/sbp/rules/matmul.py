@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from string import ascii_lowercase
 
-from ..registry import Forms, OpRule, aten, letters
-from ..signature import OpCall, Signature
-from .common import broadcast_letters, contracted_bias, linear_signature
+from ..registry import Forms, OpRule, aten, letters, own_op
+from ..signature import LocalCall, LocalOp, OpCall, Signature
+from .common import any_empty, argument, broadcast_letters, contracted_bias, empty_outputs, linear_signature
 
 
 def _product(spec: str, call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
@@ -33,6 +34,41 @@ def _distances(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     return letters(call, axis_size, forms, f"{sides[0]},{sides[1]}->{batch}mn")
 
 
+def _distances_backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """_cdist_backward: for x1, given the distances, feature by feature; a sum over the rows of x2."""
+    batch = "abcdefgh"[: len(call.inputs[0].shape) - 2]
+    if any(meta.shape[:-2] != call.inputs[0].shape[:-2] for meta in call.inputs):
+        return [linear_signature(call, (0,))]
+    spec = f"{batch}mn,{batch}mk,{batch}nk,{batch}mn->{batch}mk"
+    return letters(call, axis_size, forms, spec, linear=[(0,)])
+
+
+def _trilinear(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """sum(i1 * i2 * i3) over some dims, each factor with dims of one element put in: an einsum of three."""
+    inserted = [set(argument(call, f"expand{i}")) for i in (1, 2, 3)]
+    summed = set(argument(call, "sumdim"))
+    rank = len(call.inputs[0].shape) + len(inserted[0])
+    placed = [[d for d in range(rank) if d not in one] for one in inserted]
+    sizes = [
+        max(meta.shape[dims.index(d)] for meta, dims in zip(call.inputs, placed, strict=True) if d in dims)
+        for d in range(rank)
+    ]
+    ins = [
+        "".join(
+            ascii_lowercase[d] if extent == sizes[d] else "_"
+            for d, extent in zip(dims, meta.shape, strict=True)
+        )
+        for meta, dims in zip(call.inputs, placed, strict=True)
+    ]
+    out = "".join(ascii_lowercase[d] for d in range(rank) if d not in summed)
+    return letters(call, axis_size, forms, f"{','.join(ins)}->{out}", linear=[(0,), (1,), (2,)])
+
+
+def _trilinear_local(call: LocalCall) -> LocalOp:
+    """The kernel refuses to sum over no element."""
+    return empty_outputs(call, call.args[0]) if any_empty(call) else own_op(call)
+
+
 _PRODUCTS = {
     ("mm", "mm.dtype"): "mk,kn->mn",
     ("bmm", "bmm.dtype"): "bmk,bkn->bmn",
@@ -55,3 +91,5 @@ RULES: dict[Callable, OpRule] = {
     for op in aten(*names)
 }
 RULES |= {op: OpRule(_distances) for op in aten("_cdist_forward")}
+RULES |= {op: OpRule(_distances_backward) for op in aten("_cdist_backward")}
+RULES |= {op: OpRule(_trilinear, _trilinear_local) for op in aten("_trilinear")}

@@ -11,9 +11,10 @@ import torch
 
 from ...errors import LayoutError
 from ..layout import B, Split, canonical, fits, text
-from ..registry import Forms, OpRule, aten
+from ..registry import Forms, OpRule, aten, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature
 from .common import (
+    any_empty,
     argument,
     compute_dtype,
     dim_letters,
@@ -297,12 +298,40 @@ def _batch_signatures(backward: bool, call: OpCall, axis_size: int, forms: Forms
     return named(call, axis_size, forms, groups, outs, linear=[("grad_out",)] if backward else ())
 
 
-def _batch_local(call: LocalCall) -> LocalOp:
-    """The kernels refuse empty shards: gradients are then zeros, results empty."""
-    shard = call.inputs[tensor_names(call).index("input")]
-    if 0 not in shard.shape or 0 in shard.meta.shape:
-        return call.op, call.args, call.kwargs
-    return empty_outputs(call, call.args[0])
+def _empty_local(call: LocalCall) -> LocalOp:
+    """Kernels refuse (or divide by) empty shards: gradients are then sums of nothing, results empty."""
+    return empty_outputs(call, call.args[0]) if any_empty(call) else own_op(call)
+
+
+def _weight_norm_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """_weight_norm_interface and its backward: the dim that keeps a norm of its own."""
+    rank = len(call.inputs[0].shape)
+    dim = argument(call, "dim") % rank
+    group = dim_letters(call.inputs[0].shape, [d for d in range(rank) if d != dim])
+    backward = "grad_w" in tensor_names(call)
+    groups = dict.fromkeys(tensor_names(call), group)
+    linear = [("grad_w",)] if backward else ()
+    return named(call, axis_size, forms, groups, [group, group], linear=linear)
+
+
+def weight_norm_expand(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """_weight_norm_interface: v * (g / norm of v over all dims but one) (Salimans and Kingma 2016, eq. 2)."""
+    others = [d for d in range(v.ndim) if d != dim % v.ndim]
+    wide = v.to(compute_dtype(v.dtype))
+    norms = _sum(wide * wide, others, True).sqrt()
+    return (wide * (g.to(wide.dtype) / norms)).to(v.dtype), norms
+
+
+def weight_norm_backward_expand(
+    grad_w: torch.Tensor, saved_v: torch.Tensor, saved_g: torch.Tensor, saved_norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad_g = sum(grad_w * v) / norm; grad_v = g / norm * (grad_w - v * grad_g / norm) (same, eq. 3)."""
+    others = [d for d in range(saved_v.ndim) if d != dim % saved_v.ndim]
+    wide = compute_dtype(saved_v.dtype)
+    grad, v, g, norms = (one.to(wide) for one in (grad_w, saved_v, saved_g, saved_norms))
+    grad_g = _sum(grad * v, others, True) / norms
+    grad_v = g / norms * (grad - v * grad_g / norms)
+    return grad_v.to(saved_v.dtype), grad_g.to(saved_g.dtype)
 
 
 _Rule = tuple[Callable, Callable | None, Callable | None]
@@ -313,11 +342,13 @@ _FAMILY: dict[str, _Rule] = {
     "_fused_rms_norm_backward": (_layer_backward_signatures, None, rms_norm_backward_expand),
     "native_group_norm": (_group_signatures, _group_local, group_norm_expand),
     "native_group_norm_backward": (_group_signatures, _group_local, group_norm_backward_expand),
+    "_weight_norm_interface": (_weight_norm_signatures, _empty_local, weight_norm_expand),
+    "_weight_norm_interface_backward": (_weight_norm_signatures, _empty_local, weight_norm_backward_expand),
     "_native_batch_norm_legit_no_training": (
-        partial(_batch_signatures, False), _batch_local, None,
+        partial(_batch_signatures, False), _empty_local, None,
     ),
-    "native_batch_norm": (partial(_batch_signatures, False), _batch_local, None),
-    "native_batch_norm_backward": (partial(_batch_signatures, True), _batch_local, None),
+    "native_batch_norm": (partial(_batch_signatures, False), _empty_local, None),
+    "native_batch_norm_backward": (partial(_batch_signatures, True), _empty_local, None),
 }  # fmt: skip
 RULES: dict[Callable, OpRule] = {
     op: OpRule(signatures, local, expand)
