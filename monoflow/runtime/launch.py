@@ -42,15 +42,25 @@ def ensure_process_group(device_type: str) -> None:
         device_type: a torch device type, e.g. "cpu" or "cuda".
 
     Raises:
-        PlacementError: torch has no communication back end for the device.
+        PlacementError: torch has no communication back end for the device, or there are too few devices.
     """
     settings = Settings.from_env(os.environ)
     if settings.world_size == 1 or dist.is_initialized():
         return
     if device_type != "cpu":
-        torch.accelerator.set_device_index(settings.local_rank % torch.accelerator.device_count())
+        torch.accelerator.set_device_index(_device_index(device_type, settings.local_rank))
     dist.init_process_group(_backend(device_type))
     atexit.register(destroy_process_group)
+
+
+def _device_index(device_type: str, local_rank: int) -> int:
+    """The accelerator of a local rank: its own, or the only one that its launcher shows it."""
+    count = torch.accelerator.device_count()
+    if local_rank >= count > 1:
+        raise PlacementError(
+            f"local rank {local_rank} has no {device_type} device, this host has {count}: start at most {count}"
+        )
+    return 0 if count == 1 else local_rank
 
 
 def _backend(device_type: str) -> str:
@@ -76,16 +86,17 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     Yields `stop()`, a collective that every rank calls once a step: true on all ranks once any of them
     was interrupted. A second Ctrl-C raises KeyboardInterrupt as usual.
     """
-    interrupted = torch.zeros(1)
+    interrupted = False
 
     def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        interrupted.fill_(1)
+        nonlocal interrupted  # no tensor: the signal may arrive while a step is being traced
+        interrupted = True
         signal.signal(signal.SIGINT, previous)
 
     def stop() -> bool:
         if not dist.is_initialized():
-            return bool(interrupted)
-        flag = interrupted.to(_collective_device())
+            return interrupted
+        flag = torch.tensor(float(interrupted), device=_collective_device())
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag)
 
@@ -141,7 +152,7 @@ def run_script(script: str, args: list[str]) -> int:
     An exception is recorded for the launcher, or printed where there is none.
     """
     sys.argv = [script, *args]
-    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    sys.path[:1] = [os.path.dirname(os.path.abspath(script)), *(path for path in sys.path[:1] if path)]
     run = record(lambda: runpy.run_path(script, run_name="__main__"), _RankErrors())
     try:
         run()

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from monoflow.cli.run import first_failure, report
+from monoflow.errors import PlacementError
+from monoflow.runtime.launch import _device_index
 from tests.conftest import RunCli, cli_environment
 
 JOIN = """
@@ -204,3 +206,19 @@ class Failure:
 def test_first_failure(failures, first: int) -> None:
     assert first_failure(failures)[0] == first
     assert report(first, failures[first]).startswith(f"\nrank {first} on ")
+
+
+@pytest.mark.parametrize(("count", "local_rank", "index"), [(4, 3, 3), (1, 3, 0)])
+def test_each_rank_gets_a_device(
+    monkeypatch: pytest.MonkeyPatch, count: int, local_rank: int, index: int
+) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: count)
+    assert _device_index("cuda", local_rank) == index
+
+
+def test_too_many_ranks_for_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    with pytest.raises(
+        PlacementError, match="local rank 2 has no cuda device, this host has 2: start at most 2"
+    ):
+        _device_index("cuda", 2)
