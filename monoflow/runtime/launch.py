@@ -58,7 +58,8 @@ def _device_index(device_type: str, local_rank: int) -> int:
     count = torch.accelerator.device_count()
     if local_rank >= count > 1:
         raise PlacementError(
-            f"local rank {local_rank} has no {device_type} device, this host has {count}: start at most {count}"
+            f"local rank {local_rank} has no {device_type} device, "
+            f"this host has {count}: start at most {count}"
         )
     return 0 if count == 1 else local_rank
 

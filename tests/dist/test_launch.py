@@ -83,13 +83,13 @@ dist.all_reduce(torch.ones(1))
 def test_a_killed_rank_takes_the_job_down(script, run_cli: RunCli) -> None:
     path = script("""
 if rank == 1:
+    print(time.time(), flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # even then
 time.sleep(600)
 """)
-    start = time.monotonic()
     done = run_cli("run", "-n", "2", path)
-    assert time.monotonic() - start < 30
+    assert time.time() - float(done.stdout) < 30
     assert done.returncode == 128 + signal.SIGKILL
     assert re.fullmatch(r"\nrank 1 on \S+ died of signal 9 \(SIGKILL\); .*memory\n", done.stderr)
 
