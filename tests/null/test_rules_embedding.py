@@ -115,3 +115,7 @@ def test_bags(mode, weighted):
     back = (back[0], index, offsets, offset_to_bag, bag_size, maxima, 7, False, mode, False, scale)
     found = proven(RULES[op], op, *back)
     assert found == {f"S(1), B, B, B, B, B{tail} -> S(1)", f"P(sum), B, B, B, B, B{tail} -> P(sum)"}
+
+
+def test_index_check_is_a_well_made_op():
+    torch.library.opcheck(torch.ops.monoflow.check_index.default, (integers(7, 2, 3), 7))
