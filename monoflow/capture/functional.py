@@ -32,7 +32,6 @@ class _KeepOrigin(fx.Interpreter):
 def functionalize(traced: fx.GraphModule, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The same computation without writes, in sum form; a write to an input is one copy_ at the end."""
     traced.graph.eliminate_dead_code(_is_kept)
-    traced.recompile()
     with torch.no_grad():
         functional = torch.func.functionalize(_KeepOrigin(traced).run, remove="mutations")
         return make_fx(functional, decomposition_table=table())(*(fake.detach() for fake in fakes))

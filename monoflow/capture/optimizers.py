@@ -87,7 +87,7 @@ def swapped(
     """Within: the optimizer works on other parameters, state and lifted hyper-parameters.
 
     Args:
-        replace: the tensor to use for each of the optimizer's parameters.
+        replace: the tensor to use for each parameter; the others are left out.
         state: the state to use, by replaced tensor. It may be filled by the optimizer.
         hypers: per group, values for the lifted hyper-parameters.
         on_step: a context for every `optimizer.step()`.
@@ -97,7 +97,7 @@ def swapped(
     groups = []
     for group, values in zip(optimizer.param_groups, hypers, strict=True):
         changed = _group_for_capture(group) | dict(values)
-        changed["params"] = [replace[p] for p in group["params"]]
+        changed["params"] = [replace[p] for p in group["params"] if p in replace]
         groups.append(changed)
 
     def traced_step(*args: Any, **kwargs: Any) -> Any:
@@ -168,28 +168,49 @@ class _FirstStates(defaultdict):
 
 
 class InitialState:
-    """How an optimizer's state begins: for each (parameter index, key) a graph from the parameter alone."""
+    """How an optimizer's state begins: for each (parameter index, key) a graph from the parameter alone.
 
-    def __init__(self, traced: fx.GraphModule, keys: Sequence[tuple[int, str]], values: Sequence[Any]) -> None:
-        self._traced, self._keys = traced, dict(zip(keys, range(len(keys)), strict=True))
-        self.metas = dict(zip(keys, values, strict=True))
+    Parameters of one group, shape and dtype begin alike: one of them is traced for all.
+
+    Args:
+        traced: from (the traced parameters, as many gradients) to the values of `keys`.
+        keys: (position among the traced parameters, state key) per result.
+        position: by parameter index, its like among the traced parameters.
+    """
+
+    def __init__(self, traced: fx.Graph, keys: Sequence[tuple[int, str]], position: Mapping[int, int]) -> None:
+        self._placeholders = [node for node in traced.nodes if node.op == "placeholder"]
+        self._position = dict(position)
+        self._graph = traced
+        results: Any = traced.output_node().args[0]
+        self._results = dict(zip(keys, results, strict=True))
+        self.metas = {
+            (index, key): node.meta["val"]
+            for index, at in position.items()
+            for (traced_at, key), node in self._results.items()
+            if traced_at == at
+        }
+
+    @property
+    def depends_on_gradient(self) -> bool:
+        """Whether a first value takes more than the shape of a gradient."""
+        gradients = set(self._placeholders[len(self._placeholders) // 2 :])
+        return any(_ancestors(result) & gradients for result in self._results.values())
 
     def value(self, index: int, key: str, param: torch.Tensor) -> torch.Tensor:
         """The initial value, computed for real from the real `param` (or from a shard of it)."""
-        nodes = [node for node in self._traced.graph.nodes if node.op == "placeholder"]
-        # Every first value depends on its own parameter only; of a gradient it can only take the shape.
-        env: dict[fx.Node, Any] = {nodes[index]: param, nodes[len(nodes) // 2 + index]: param}
-        results = self._traced.graph.output_node().args[0]
-        result = results[self._keys[index, key]]  # type: ignore[index]
-        return _evaluate(self._traced, result, env)
+        at = self._position[index]
+        gradient = self._placeholders[len(self._placeholders) // 2 + at]
+        env: dict[fx.Node, Any] = {self._placeholders[at]: param, gradient: param}
+        return _evaluate(self._graph, self._results[at, key], env)
 
 
-def _evaluate(traced: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
+def _evaluate(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
     if node not in env:
         if node.op == "get_attr":
-            env[node] = getattr(traced, str(node.target))
+            env[node] = getattr(graph.owning_module, str(node.target))
         else:
-            take = lambda x: _evaluate(traced, x, env)  # noqa: E731
+            take = lambda x: _evaluate(graph, x, env)  # noqa: E731
             args, kwargs = fx.map_arg((node.args, node.kwargs), take)  # type: ignore[misc]
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return env[node]
@@ -209,40 +230,56 @@ def initial_state(
             f"{type(optimizer).__name__} evaluates the loss several times a step, as often as the values ask for; "
             "one graph cannot hold that. Run this step eagerly, without flow.graph, or use another optimizer"
         )
-    fresh = [i for i, p in enumerate(params) if not optimizer.state.get(p) and p.requires_grad]
-    if not fresh:
+    position: dict[int, int] = {}
+    alike: dict[tuple, int] = {}
+    traced_params, flat = [], []
+    for i, group in enumerate(group for group in optimizer.param_groups for _ in group["params"]):
+        param = params[i]
+        if not optimizer.state.get(param) and param.requires_grad:
+            kind = (id(group), param.shape, param.stride(), param.dtype, param.device)
+            if kind not in alike:
+                alike[kind] = len(traced_params)
+                traced_params.append(param)
+                flat.append(fakes[i])
+            position[i] = alike[kind]
+    if not position:
         return None
+    flat += [torch.empty_like(fake) for fake in flat]
     keys: list[tuple[int, str]] = []
 
     def first_values(*flat: torch.Tensor) -> list[torch.Tensor]:
-        leaves = [x.detach().requires_grad_(p.requires_grad) for x, p in zip(flat, params, strict=False)]
-        state = _FirstStates()
-        for i in fresh:
-            leaves[i].grad = flat[len(params) + i]
-            _start_momentum(optimizer, params[i], leaves[i], state)
-        # Numbers, as in an eager first step: some states start from the learning rate of that moment.
-        hypers = [{k: float(v) for k, v in values.items()} for values in hyper_values(optimizer)]
-        with swapped(optimizer, dict(zip(params, leaves, strict=True)), state, hypers, FusedUpdates):
-            optimizer.step()
         keys.clear()
         values = []
-        for i in fresh:
-            for key, value in state[leaves[i]].firsts.items():
-                if isinstance(value, torch.Tensor):
-                    keys.append((i, key))
+        for at, firsts in enumerate(_first_values(optimizer, traced_params, flat)):
+            for key, value in firsts.items():
+                if value is not None:
+                    keys.append((at, key))
                     values.append(value)
-                elif value is not None:
-                    raise number_state_error(optimizer, key, value, state[leaves[i]][key])
         return values
 
-    flat = [*fakes, *(torch.empty_like(fake) for fake in fakes)]
     traced = functionalize(make_fx(first_values)(*flat), flat)
-    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
-    results: Any = traced.graph.output_node().args[0]
-    gradients = set(placeholders[len(params) :])
-    if any(_ancestors(result) & gradients for result in results):
-        return None
-    return InitialState(traced, keys, [result.meta["val"] for result in results])
+    begins = InitialState(traced.graph, keys, position)
+    return None if begins.depends_on_gradient else begins
+
+
+def _first_values(
+    optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], flat: Sequence[torch.Tensor]
+) -> list[dict[str, Any]]:
+    """The first value of every state in one update of `params`; `flat` is what stands for them, and gradients."""
+    leaves = [fake.detach().requires_grad_() for fake in flat[: len(params)]]
+    state = _FirstStates()
+    for param, leaf, grad in zip(params, leaves, flat[len(params) :], strict=True):
+        leaf.grad = grad
+        _start_momentum(optimizer, param, leaf, state)
+    # Numbers, as in an eager first step: some states start from the learning rate of that moment.
+    hypers = [{k: float(v) for k, v in values.items()} for values in hyper_values(optimizer)]
+    with swapped(optimizer, dict(zip(params, leaves, strict=True)), state, hypers, FusedUpdates):
+        optimizer.step()
+    for leaf in leaves:
+        for key, value in state[leaf].firsts.items():
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise number_state_error(optimizer, key, value, state[leaf][key])
+    return [state[leaf].firsts for leaf in leaves]
 
 
 def _start_momentum(

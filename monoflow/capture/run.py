@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -80,8 +80,9 @@ class Run:
             with ExitStack() as stack:
                 states = self._swap(stack, values, watch)
                 swapped_in = Snapshot([*self.subject.modules, *self.subject.optimizers])
-                result = self._call(stack, values, watch)
-                self._refuse_leftovers(swapped_in)
+                with self._modes(values, watch):
+                    result = self._call(values)
+                self._refuse_leftovers(swapped_in, flat)
                 results = self._results(result)
                 return [*results, *self._effects(values, states)]
         finally:
@@ -89,13 +90,27 @@ class Run:
             for name in self.subject.params:
                 values[name].grad = None
 
-    def _call(self, stack: ExitStack, values: Mapping[str, torch.Tensor], watch: CaptureMode) -> Any:
+    @contextmanager
+    def _modes(self, values: Mapping[str, torch.Tensor], watch: CaptureMode) -> Iterator[None]:
+        """Within: torch does for the step what a capture needs, and tells what the step does."""
+        names = {id(values[name]): name for name in self.subject.params}
+
+        def on_grad(fake: torch.Tensor, read: bool) -> None:
+            name = names.get(id(fake))
+            if name is not None and not self._clearing and fake.requires_grad:
+                self._note_read(name) if read else self._note_clear(name)
+
+        stand_ins = StandIns(self._stand_ins(values), on_grad, watch.refuse_read)
+        with self.mode, watch.module_stack(), logical_attention(), watch, stand_ins, torch.enable_grad():
+            yield
+
+    def _stand_ins(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The fakes by id of the real parameter or buffer."""
+        stand_ins = {id(param): values[name] for name, param in self.subject.params.items()}
+        return stand_ins | {id(buffer): values[name] for name, buffer in self._buffers.items()}
+
+    def _call(self, values: Mapping[str, torch.Tensor]) -> Any:
         args, kwargs = self.arguments.with_tensors(values)
-        stack.enter_context(self.mode)
-        stack.enter_context(watch.module_stack())
-        stack.enter_context(logical_attention())
-        stack.enter_context(watch)
-        stack.enter_context(torch.enable_grad())
         try:
             return self.function(*args, **kwargs)
         except CaptureError:
@@ -108,25 +123,15 @@ class Run:
 
     def _swap(self, stack: ExitStack, values: Mapping[str, torch.Tensor], watch: CaptureMode) -> list[State]:
         subject = self.subject
-        stand_ins = {id(param): values[name] for name, param in subject.params.items()}
-        stand_ins |= {id(buffer): values[name] for name, buffer in self._buffers.items()}
         for name in subject.params:
             fake = values[name]
             fake.grad = values.get(f"{name}:grad")
             if fake.requires_grad:
                 fake.register_post_accumulate_grad_hook(lambda _, name=name: self._note_read(name))
         states = [self._swap_optimizer(stack, number, values, watch) for number in range(len(subject.optimizers))]
-        put_stand_ins(subject.modules, stand_ins)
+        put_stand_ins(subject.modules, self._stand_ins(values))
         for owner in (*subject.models, *subject.optimizers):
             owner.zero_grad = self._noting_zero_grad(owner, values)
-        names = {id(values[name]): name for name in subject.params}
-
-        def on_grad(fake: torch.Tensor, read: bool) -> None:
-            name = names.get(id(fake))
-            if name is not None and not self._clearing and fake.requires_grad:
-                self._note_read(name) if read else self._note_clear(name)
-
-        stack.enter_context(StandIns(stand_ins, on_grad, watch.refuse_read))
         return states
 
     def _swap_optimizer(
@@ -247,7 +252,7 @@ class Run:
         if before != value:
             raise number_state_error(optimizer, key, before, value)
 
-    def _refuse_leftovers(self, swapped_in: Snapshot) -> None:
+    def _refuse_leftovers(self, swapped_in: Snapshot, lifted: Sequence[torch.Tensor]) -> None:
         """A fake tensor stored on a module or optimizer would outlive the capture; a number would stand still."""
         for one, key, value, before in swapped_in.changes():
             if isinstance(one, torch.optim.Optimizer):
@@ -266,7 +271,7 @@ class Run:
                     f"the step puts other parameters into {name}, {where}; write to them in place "
                     "(with torch.no_grad(): param.copy_(value)), or build the module before the step"
                 )
-            elif holds_fake(value):
+            elif holds_fake(value, lifted):
                 raise CaptureError(
                     f"the step stores a tensor as attribute {key!r} of {name}, {where}; make it a buffer "
                     "(self.register_buffer in __init__), or return it from the step"
@@ -280,7 +285,7 @@ class Run:
     def _check_optimizer_attribute(self, optimizer: Any, key: str, value: Any, before: Any) -> None:
         if key.startswith("_") or key in ("state", "param_groups"):
             return
-        if holds_fake(value) or type(value) in (int, float):
+        if holds_fake(value, ()) or type(value) in (int, float):
             raise number_state_error(optimizer, key, before, value)
 
 

@@ -70,9 +70,10 @@ def put_stand_ins(modules: Sequence[nn.Module], stand_ins: Mapping[int, torch.Te
                 module.__dict__[key] = type(value)(stand_ins.get(id(x), x) for x in value)
 
 
-def holds_fake(value: Any) -> bool:
-    """Whether a value is or contains a tensor of the capture."""
-    return any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(value))
+def holds_fake(value: Any, but: Sequence[torch.Tensor]) -> bool:
+    """Whether a value is or contains a tensor of the capture other than `but`."""
+    known = {id(x) for x in but}
+    return any(isinstance(leaf, FakeTensor) and id(leaf) not in known for leaf in pytree.tree_leaves(value))
 
 
 class StandIns(TorchFunctionMode):
