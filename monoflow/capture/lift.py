@@ -81,7 +81,9 @@ def _advice(leaf: Any) -> str:
         return "pass dict(batch)"
     if hasattr(leaf, "__array__"):
         return "pass torch.as_tensor(it)"
-    return "pass tensors, numbers and strings in dicts, lists, tuples and dataclasses, or close over the object"
+    return (
+        "pass tensors, numbers and strings in dicts, lists, tuples and dataclasses, or close over the object"
+    )
 
 
 def flatten(tree: Any) -> tuple[list[tuple[Any, Any]], pytree.TreeSpec]:

@@ -218,7 +218,9 @@ class CaptureMode(TorchDispatchMode):
 
     def refuse_read(self, method: str) -> None:
         """Raises CaptureError for a method that takes a tensor's values to Python below torch's dispatcher."""
-        raise CaptureError(_read_message(f"takes a tensor's values to Python (.{method}())", self.place(self.origin())))
+        raise CaptureError(
+            _read_message(f"takes a tensor's values to Python (.{method}())", self.place(self.origin()))
+        )
 
     def _data_dependent(self, name: str, info: NodeInfo) -> CaptureError:
         return CaptureError(
@@ -263,7 +265,11 @@ class CaptureMode(TorchDispatchMode):
                 f"used {self.place(info)}; compute it inside the step, or detach it"
             )
         given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        given += [
+            (argument, kwargs[argument.name])
+            for argument in func._schema.arguments
+            if argument.name in kwargs
+        ]
         for argument, one in given:
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and any(x is value for x in (one if isinstance(one, (list, tuple)) else [one])):

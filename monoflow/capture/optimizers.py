@@ -6,6 +6,7 @@ a tensor while torch believes it compiles). tests/null/test_optimizers.py fails 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,9 @@ def hyper_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def static_values(optimizer: torch.optim.Optimizer) -> tuple:
     """The hyper-parameters that are constants of a captured graph, as a hashable value."""
     return tuple(
-        tuple((key, repr(value)) for key, value in group.items() if key not in (*LIFTED, "params", "initial_lr"))
+        tuple(
+            (key, repr(value)) for key, value in group.items() if key not in (*LIFTED, "params", "initial_lr")
+        )
         for group in optimizer.param_groups
     )
 
@@ -57,7 +60,9 @@ class ScalarTensors(TorchFunctionMode):
                 scaled = first * scale.to(first.dtype)
                 if name in ("sub", "sub_", "add", "add_", "addcmul", "addcmul_", "addcdiv", "addcdiv_"):
                     return func(target, scaled, *rest, **kwargs)
-                raise CaptureError(f"{name} takes {key} as a number, but the learning rate is a tensor in a step")
+                raise CaptureError(
+                    f"{name} takes {key} as a number, but the learning rate is a tensor in a step"
+                )
         return func(*args, **kwargs)
 
 
@@ -100,6 +105,7 @@ def swapped(
         changed["params"] = [replace[p] for p in group["params"] if p in replace]
         groups.append(changed)
 
+    @functools.wraps(step)
     def traced_step(*args: Any, **kwargs: Any) -> Any:
         with on_step(), torch.compiler._compile_session_context(), ScalarTensors():
             return step(*args, **kwargs)
@@ -178,7 +184,9 @@ class InitialState:
         position: by parameter index, its like among the traced parameters.
     """
 
-    def __init__(self, traced: fx.Graph, keys: Sequence[tuple[int, str]], position: Mapping[int, int]) -> None:
+    def __init__(
+        self, traced: fx.Graph, keys: Sequence[tuple[int, str]], position: Mapping[int, int]
+    ) -> None:
         self._placeholders = [node for node in traced.nodes if node.op == "placeholder"]
         self._position = dict(position)
         self._graph = traced
@@ -293,7 +301,14 @@ def _start_momentum(
             state[leaf]["momentum_buffer"] = torch.zeros_like(leaf, requires_grad=False)
 
 
-_SHAPE_ONLY = (aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_full)
+_SHAPE_ONLY = (
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
+    aten.new_zeros,
+    aten.new_full,
+)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

@@ -128,7 +128,9 @@ class Run:
             fake.grad = values.get(f"{name}:grad")
             if fake.requires_grad:
                 fake.register_post_accumulate_grad_hook(lambda _, name=name: self._note_read(name))
-        states = [self._swap_optimizer(stack, number, values, watch) for number in range(len(subject.optimizers))]
+        states = [
+            self._swap_optimizer(stack, number, values, watch) for number in range(len(subject.optimizers))
+        ]
         put_stand_ins(subject.modules, self._stand_ins(values))
         for owner in (*subject.models, *subject.optimizers):
             owner.zero_grad = self._noting_zero_grad(owner, values)
@@ -291,7 +293,9 @@ class Run:
 
 def assignment_line(kind: type, attribute: str) -> str:
     """`at file:line` where a class's code stores into `self.attribute`, "" if that cannot be found."""
-    stores = re.compile(rf"\bself\.{re.escape(attribute)}\b\s*(=(?!=)|[-+*/|]=|\[|\.append|\.extend|\.update|\.add)")
+    stores = re.compile(
+        rf"\bself\.{re.escape(attribute)}\b\s*(=(?!=)|[-+*/|]=|\[|\.append|\.extend|\.update|\.add)"
+    )
     try:
         lines, first = inspect.getsourcelines(kind)
         file = inspect.getsourcefile(kind)

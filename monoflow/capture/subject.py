@@ -162,7 +162,9 @@ class Subject:
         def put(value: torch.Tensor | None) -> None:
             owner.state[param][key] = _next_value(get(), value)
 
-        return Slot(self.state_name(optimizer, param, key), Role.STATE, self.name_of_param[id(param)], get, put)
+        return Slot(
+            self.state_name(optimizer, param, key), Role.STATE, self.name_of_param[id(param)], get, put
+        )
 
 
 def _next_value(present: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:

@@ -129,7 +129,9 @@ def _foreach(op: Any) -> Callable | None:
     if plain is None or packet.endswith("_"):
         return None
     lists = [i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "List[Tensor]"]
-    per_item = [i for i, argument in enumerate(op._schema.arguments) if str(argument.type).startswith("List[")]
+    per_item = [
+        i for i, argument in enumerate(op._schema.arguments) if str(argument.type).startswith("List[")
+    ]
 
     def each(*args: Any, **kwargs: Any) -> list:
         return [

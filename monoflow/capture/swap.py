@@ -21,7 +21,11 @@ class Snapshot:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._saved = [
-            (one, dict(one.__dict__), {k: _copy(v) for k, v in one.__dict__.items() if type(v) in _CONTAINERS})
+            (
+                one,
+                dict(one.__dict__),
+                {k: _copy(v) for k, v in one.__dict__.items() if type(v) in _CONTAINERS},
+            )
             for one in objects
         ]
 

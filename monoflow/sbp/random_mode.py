@@ -143,9 +143,7 @@ def _like(draw: Callable) -> Callable:
     return form
 
 
-def _gaussian(
-    key: torch.Tensor, x: torch.Tensor, mean: float = 0, std: float = 1
-) -> torch.Tensor:
+def _gaussian(key: torch.Tensor, x: torch.Tensor, mean: float = 0, std: float = 1) -> torch.Tensor:
     return _normal(key, x.shape, x.dtype) * std + mean
 
 
@@ -176,9 +174,7 @@ _FORMS: dict[Callable, Callable] = {
     aten.randn.default: _factory(_normal),
     aten.rand_like.default: _like(_uniform),
     aten.randn_like.default: _like(_normal),
-    aten.uniform_.default: _fill(
-        lambda key, x, a=0.0, b=1.0: _uniform(key, x.shape, x.dtype) * (b - a) + a
-    ),
+    aten.uniform_.default: _fill(lambda key, x, a=0.0, b=1.0: _uniform(key, x.shape, x.dtype) * (b - a) + a),
     aten.normal_.default: _fill(_gaussian),
     aten.exponential_.default: _fill(_exponential),
     aten.random_.default: _fill(_random_),
@@ -189,4 +185,3 @@ _FORMS: dict[Callable, Callable] = {
     aten.randint_like.default: _randint_form(low_first=False, like=True),
     aten.randint_like.low_dtype: _randint_form(low_first=True, like=True),
 }
-

@@ -89,11 +89,15 @@ def small_model() -> nn.Module:
 
 
 def test_clip_grad_norm() -> None:
-    compare(training(small_model, before_step=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)), BATCHES)
+    compare(
+        training(small_model, before_step=lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.1)), BATCHES
+    )
 
 
 def test_clip_grad_value() -> None:
-    compare(training(small_model, before_step=lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01)), BATCHES)
+    compare(
+        training(small_model, before_step=lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.01)), BATCHES
+    )
 
 
 def test_references_to_parameters_from_before_the_step() -> None:
@@ -150,7 +154,9 @@ def test_gradients_found_by_a_step_that_clears_at_its_end() -> None:
 
 def test_accumulation_by_hand() -> None:
     def make() -> tuple[Callable, Things]:
-        model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 3))
+        model = nn.Sequential(
+            nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Dropout(0.3), nn.Linear(5, 3)
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
         def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -210,7 +216,11 @@ def test_autocast() -> None:
                 return super().forward(x)
 
     step = compare(training(Half), BATCHES, tolerance=1e-2)
-    dtypes = {n.meta["val"].dtype for n in step.captures[0][1].graph.calls() if n.target is torch.ops.aten.addmm.default}
+    dtypes = {
+        n.meta["val"].dtype
+        for n in step.captures[0][1].graph.calls()
+        if n.target is torch.ops.aten.addmm.default
+    }
     assert dtypes == {torch.bfloat16}
 
 
@@ -232,7 +242,11 @@ def test_batch_norm_and_buffers() -> None:
     class Buffers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv, self.norm, self.head = nn.Conv1d(1, 3, 2, bias=False), nn.BatchNorm1d(3), nn.Linear(9, 3)
+            self.conv, self.norm, self.head = (
+                nn.Conv1d(1, 3, 2, bias=False),
+                nn.BatchNorm1d(3),
+                nn.Linear(9, 3),
+            )
             self.register_buffer("count", torch.tensor(0))
             self.register_buffer("mean", torch.zeros(3), persistent=False)
 
@@ -302,11 +316,15 @@ def test_two_models_and_two_optimizers() -> None:
 
     step = compare(make, BATCHES, num_captures=None)
     graph = step.captures[0][1].graph
-    assert {"0.weight", "1.0.weight", "0.group0:lr", "1.group0:lr", "0.0.weight:exp_avg"} <= set(graph.input_of)
+    assert {"0.weight", "1.0.weight", "0.group0:lr", "1.group0:lr", "0.0.weight:exp_avg"} <= set(
+        graph.input_of
+    )
     # The generator's forward pass comes after the critic's update, and is a forward pass all the same.
     last = [n for n in graph.calls() if n.target is torch.ops.aten.addmm.default][-1]
     assert info_of(last).phase is Phase.FORWARD
-    assert all(n.target is not torch.ops.aten.add.Tensor or info_of(n).phase is not None for n in graph.calls())
+    assert all(
+        n.target is not torch.ops.aten.add.Tensor or info_of(n).phase is not None for n in graph.calls()
+    )
 
 
 # --- arguments and results -------------------------------------------------------------------------
@@ -377,7 +395,9 @@ def test_capture_leaves_model_optimizer_and_generator_as_they_were() -> None:
     assert any("while monoflow captured the step" in note for note in error.value.__notes__)
     after = attributes(things)
     assert all(a.keys() == b.keys() for a, b in zip(before[0], after[0], strict=True))
-    assert all(a[k] is b[k] for a, b in zip(before[0], after[0], strict=True) for k in a if k != "_opt_called")
+    assert all(
+        a[k] is b[k] for a, b in zip(before[0], after[0], strict=True) for k in a if k != "_opt_called"
+    )
     assert before[1] == after[1]
     assert optimizer.param_groups is groups and not optimizer.state
     assert torch.equal(torch.get_rng_state(), rng)
@@ -450,7 +470,10 @@ def test_nodes_know_phase_module_line_and_their_forward() -> None:
     assert backward.phase is Phase.BACKWARD and backward.sequence == sigmoid.sequence >= 0
     assert (backward.module, backward.source) == (sigmoid.module, sigmoid.source)
     products = nodes(graph, aten.mm.default)
-    assert {(one.phase, one.module) for one in products} == {(Phase.BACKWARD, "inner.first"), (Phase.BACKWARD, "inner.second")}
+    assert {(one.phase, one.module) for one in products} == {
+        (Phase.BACKWARD, "inner.first"),
+        (Phase.BACKWARD, "inner.second"),
+    }
     assert all(one.phase is Phase.UPDATE for one in nodes(graph, aten._fused_adamw.tensor_lr))
     assert all(one.phase is Phase.UPDATE for one in nodes(graph, aten.linalg_vector_norm.default))
     assert nodes(graph, aten._fused_adamw.tensor_lr)[0].source == line_of("optimizer.step()")

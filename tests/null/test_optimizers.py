@@ -52,7 +52,9 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def training(optimizer_of: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], tuple[Callable, Things]]:
+def training(
+    optimizer_of: Callable[[nn.Module], torch.optim.Optimizer],
+) -> Callable[[], tuple[Callable, Things]]:
     def make() -> tuple[Callable, Things]:
         model = small_model()
         optimizer = optimizer_of(model)
@@ -137,7 +139,9 @@ def test_dampening_takes_two_graphs() -> None:
     optimizer = of(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.3)
     step = compare(training(optimizer), BATCHES, num_captures=2)
     first, later = (captured for _, captured in step.captures)
-    assert first.begins == {f"{name}:momentum_buffer" for name in ("0.weight", "0.bias", "2.weight", "2.bias")}
+    assert first.begins == {
+        f"{name}:momentum_buffer" for name in ("0.weight", "0.bias", "2.weight", "2.bias")
+    }
     assert not later.begins and reached_by_lr(later)
 
 
