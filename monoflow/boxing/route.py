@@ -50,12 +50,13 @@ class LinkCost(NamedTuple):
 
     alpha: float = 2e-5
     beta: float = 1e-9
+    launch: float = 0.0
 
     def seconds(self, kind: Kind, num_bytes: int) -> float:
         """The time of one move; local moves are free."""
         if kind in LOCAL_KINDS:
             return 0.0
-        return self.alpha * (2 if kind == "all_reduce" else 1) + self.beta * num_bytes
+        return self.launch + self.alpha * (2 if kind == "all_reduce" else 1) + self.beta * num_bytes
 
 
 def collective_kind(source: Sbp, target: Sbp) -> Kind | None:

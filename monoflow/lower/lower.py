@@ -177,7 +177,7 @@ class _Body:
 
     def build(self) -> fx.GraphModule:
         for value in self.segment.reads:
-            self.env[value] = self.graph.placeholder(_identifier(value.name))
+            self.env[value] = self.graph.placeholder(f"r{self.owner.register_of[value]}")
         uses = self._last_uses()
         for number, item in enumerate(self.segment.items):
             if isinstance(item, Op):
@@ -234,7 +234,3 @@ class _Body:
             return run_local(axis_move, index, tensor)
 
         self.env[item.target] = self.graph.call_function(cut, (source,))
-
-
-def _identifier(name: str) -> str:
-    return "".join(c if c.isalnum() else "_" for c in name)

@@ -32,7 +32,7 @@ class DeviceCost:
 
     flops: float = 1e12
     memory: float = 1e11
-    link: LinkCost = LinkCost(alpha=1e-6, beta=1e-10)
+    link: LinkCost = LinkCost(alpha=1e-6, beta=1e-10, launch=1e-5)
 
 
 def work(node: fx.Node, device: DeviceCost) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -10,12 +11,12 @@ from ..graph.rewrite import copied, finished, insert_traced
 from ..graph.step_graph import StepGraph, metas_of, tensor_args
 from ..log import stage_logger
 from ..mesh import Placement
-from ..sbp.layout import Split
+from ..sbp.layout import Sbp, Split
 from ..sbp.registry import OpRule
 from .cost import DeviceCost
 from .plan import Plan
 from .propagate import AxisPlan, AxisPropagation
-from .template import Pins, apply_pins, parse
+from .template import Pins, Template, apply_pins, parse
 
 log = stage_logger("plan")
 
@@ -59,26 +60,47 @@ def _plan_axes(
     pins: Pins,
     device: DeviceCost,
 ) -> list[AxisPlan]:
-    # An axis whose template chooses storage freely goes first; one that only shards state takes what is left.
     templates = parse(name, placement)
-    order = sorted(range(placement.num_axes), key=lambda axis: _rank(templates[axis].__name__))
-    solved: dict[int, AxisPlan] = {}
-    for axis in order:
+    chosen = _chosen_storage(graph, placement, templates, rules, pins, device)
+    solved: list[AxisPlan] = []
+    # Outer axes first: an inner axis' blocks and units refer to what the outer ones leave.
+    for axis, size in enumerate(placement.shape):
         taken: dict[str, set[int]] = {}
-        for plan in solved.values():
-            for key, one in plan.stored.items():
+        for other, stored in (*chosen.items(), *((i, plan.stored) for i, plan in enumerate(solved))):
+            for key, one in stored.items() if other != axis else ():
                 if isinstance(one, Split):
                     taken.setdefault(key, set()).add(one.dim)
-        size = placement.shape[axis]
-        outer = [placement.shape[a] for a in solved]
-        goal = apply_pins(templates[axis](graph, size, taken), graph, pins, axis, outer)
-        before = [(placement.shape[a], solved[a]) for a in sorted(solved)]
-        solved[axis] = AxisPropagation(graph, goal, rules, device, before).solve()
-    return [solved[axis] for axis in range(placement.num_axes)]
+        goal = templates[axis](graph, size, taken)
+        if axis in chosen:
+            goal = replace(goal, stored=chosen[axis], free={})
+        goal = apply_pins(goal, graph, pins, axis)
+        before = [(placement.shape[i], plan) for i, plan in enumerate(solved)]
+        solved.append(AxisPropagation(graph, goal, rules, device, before).solve())
+    return solved
 
 
-def _rank(template: str) -> int:
-    return {"tensor": 0}.get(template, 1)
+def _chosen_storage(
+    graph: StepGraph,
+    placement: Placement,
+    templates: Sequence[Template],
+    rules: Mapping[Callable, OpRule],
+    pins: Pins,
+    device: DeviceCost,
+) -> dict[int, Mapping[str, Sbp]]:
+    """On a mesh of several axes: the storage that the axes choose whose template leaves it free.
+
+    They choose first, each as if it were alone, because the others can store a parameter along any dim.
+    """
+    chosen: dict[int, Mapping[str, Sbp]] = {}
+    taken: dict[str, set[int]] = {}
+    for axis, size in enumerate(placement.shape if placement.num_axes > 1 else ()):
+        goal = apply_pins(templates[axis](graph, size, taken), graph, pins, axis)
+        if goal.free:
+            chosen[axis] = AxisPropagation(graph, goal, rules, device).solve().stored
+            for key, one in chosen[axis].items():
+                if isinstance(one, Split):
+                    taken.setdefault(key, set()).add(one.dim)
+    return chosen
 
 
 def _expand(

@@ -31,7 +31,7 @@ PREPARES = {
 Value = tuple[fx.Node, int]
 
 _MAX_SWEEPS = 12
-_MAX_FORMS = 6
+_MAX_FORMS = 3
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class AxisPropagation:
         self.replaces = {one.name: one.replaces for one in graph.outputs}
         self.price_memo: dict[tuple, float] = {}
         self.deferred: dict[Value, str] = {(n, 0): name for n, name in self.names.items() if name in goal.free}
-        self.cutting_is_free = False
+        self.is_greedy = True
+        self.shared = [value for value, users in self.uses.items() if len({user for user, _ in users}) > 1]
 
     # --- the search --------------------------------------------------------------------------------
 
@@ -121,11 +122,13 @@ class AxisPropagation:
             if node not in self.chosen:
                 self.settled.add(self.deferred[node, 0])
                 self._choose(node)
-        self.cutting_is_free = True
+        self.is_greedy = False
         order = self.nodes
         for _ in range(_MAX_SWEEPS):
             order = list(reversed(order))
-            if not any([self._reconsider(node) for node in order]):
+            changed = [self._reconsider(node) for node in order]
+            changed += [self._reconsider_users(value) for value in self.shared]
+            if not any(changed):
                 break
         return self._result()
 
@@ -138,6 +141,40 @@ class AxisPropagation:
             return False
         self.chosen[node] = best
         return True
+
+    def _reconsider_users(self, value: Value) -> bool:
+        """All users of a tensor together: one move may serve them all where none would change alone."""
+        users = list(dict.fromkeys(user for user, _ in self.uses[value]))
+        before = {user: self.chosen[user] for user in users}
+        best, best_cost = before, self._joint_cost(users) * (1 - 1e-9)
+        layouts = {self._given(value), B} | self.forms.get(value, set())
+        layouts |= {one.inputs[at] for user, at in self.uses[value] for one in self.options[user]}
+        for layout in sorted(layouts, key=str):
+            for user in users:
+                positions = [at for one, at in self.uses[value] if one is user]
+                fitting = [one for one in self.options[user] if all(one.inputs[at] == layout for at in positions)]
+                if fitting:
+                    self.chosen[user] = min(fitting, key=lambda one, user=user: self._cost(user, one))
+            cost = self._joint_cost(users)
+            if cost < best_cost:
+                best, best_cost = {user: self.chosen[user] for user in users}, cost
+            self.chosen |= before
+        self.chosen |= best
+        return best is not before
+
+    def _moves(self, value: Value) -> float:
+        """The cost of bringing a tensor into every layout that is asked for."""
+        given = self._given(value)
+        return sum(self._move_price(value, given, wanted) for wanted in self._wanted_of(value))
+
+    def _joint_cost(self, users: Sequence[fx.Node]) -> float:
+        """The cost of some nodes and of every move on what they read and give, each move once."""
+        total = 0.0
+        touched = dict.fromkeys(value for user in users for value in self.sources[user])
+        touched |= dict.fromkeys((user, i) for user in users for i in range(len(self.chosen[user].outputs)))
+        for user in users:
+            total += self.work[user] * fraction(self.chosen[user], self.goal.size)
+        return total + sum(self._moves(value) for value in touched)
 
     # --- free parameters ---------------------------------------------------------------------------
 
@@ -243,35 +280,57 @@ class AxisPropagation:
     def _cost(self, node: fx.Node, signature: Signature) -> float:
         """The cost of a node's own work and of every move on its inputs and outputs."""
         total = self.work[node] * fraction(signature, self.goal.size)
-        for position, (value, wanted) in enumerate(zip(self.sources[node], signature.inputs, strict=True)):
-            total += self._input_price(node, position, value, wanted)
+        for value, wanted in dict.fromkeys(zip(self.sources[node], signature.inputs, strict=True)):
+            total += self._input_price(node, value, wanted)
+        # Greedy looks no step ahead: a split that begins here would have to be gathered again later.
+        begins_split = self.is_greedy and not self._arrives_split(node, signature)
         for index, given in enumerate(signature.outputs):
             for wanted in self._wanted_of((node, index)):
                 total += self._price((node, index), given, wanted)
+            if begins_split and isinstance(given, Split):
+                total += self._price((node, index), given, B)
         return total
 
-    def _input_price(self, node: fx.Node, position: int, value: Value, wanted: Sbp) -> float:
-        name = self.names.get(value[0])
+    def _arrives_split(self, node: fx.Node, signature: Signature) -> bool:
+        """Whether an input is split already as the signature takes it."""
+        for value, wanted in zip(self.sources[node], signature.inputs, strict=True):
+            pending = value in self.deferred and self.deferred[value] not in self.settled
+            if isinstance(wanted, Split) and (pending or self._given(value) == wanted):
+                return True
+        return False
+
+    def _input_price(self, node: fx.Node, value: Value, wanted: Sbp) -> float:
         if value in self.deferred and self.deferred[value] not in self.settled:
             return 0.0  # its storage is chosen with this node
-        if name is not None and value[0] in self.params and info_of(node).phase is not Phase.UPDATE:
-            used = self.goal.used.get(name, self.stored[name])
-            if wanted == used:
-                return 0.0
-            # A parameter is used as the template says. B may still be cut locally, and a gather that
-            # nothing else avoids must stay possible: it is priced, dearly.
-            meta = self.metas[value]
-            assert meta is not None
-            free = used == B and isinstance(wanted, (Split, Partial))
-            return self._price(value, used, wanted) * 100 + (0.0 if free else 1e-3)
+        if self._is_template_use(node, value):
+            return self._use_price(value, wanted)
         for other, where in self.uses[value]:
-            if other in self.chosen and (other, where) != (node, position):
-                if self.chosen[other].inputs[where] == wanted:
-                    return 0.0  # that move is made anyway
+            if other is not node and other in self.chosen and self.chosen[other].inputs[where] == wanted:
+                return 0.0  # that move is made anyway
         given = self._given(value)
-        if not self.cutting_is_free and given == B and isinstance(wanted, Split):
-            # Greedy looks no step ahead: what it cuts for free it would have to gather again later.
-            return self._price(value, wanted, B)
+        price = self._price(value, given, wanted)
+        if self.is_greedy and isinstance(wanted, Partial) and isinstance(given, Split):
+            price += self._price(value, wanted, B)
+        return price
+
+    def _is_template_use(self, node: fx.Node, value: Value) -> bool:
+        return value[0] in self.params and info_of(node).phase is not Phase.UPDATE
+
+    def _use_price(self, value: Value, wanted: Sbp) -> float:
+        """A parameter is used as the template says; another use stays possible, but is priced dearly."""
+        name = self.names[value[0]]
+        used = self.goal.used.get(name, self.stored[name])
+        if wanted == used:
+            return 0.0
+        free = used == B and isinstance(wanted, (Split, Partial))
+        return self._price(value, used, wanted) * 100 + (0.0 if free else 1e-3)
+
+    def _move_price(self, value: Value, given: Sbp, wanted: Sbp) -> float:
+        if value[0] not in self.params:
+            return self._price(value, given, wanted)
+        uses = [user for user, at in self.uses[value] if self.chosen[user].inputs[at] == wanted]
+        if any(self._is_template_use(user, value) for user in uses):
+            return self._use_price(value, wanted)
         return self._price(value, given, wanted)
 
     def _given(self, value: Value) -> Sbp:
@@ -316,7 +375,7 @@ class AxisPropagation:
         if rule is None:
             self.unruled.append(node)
         else:
-            forms = [sorted(self.forms[value])[:_MAX_FORMS] for value in self.sources[node]]
+            forms = [self._offered(value) for value in self.sources[node]]
             for one in rule.signatures(call, self.goal.size, forms):
                 if self._is_allowed(node, call, one):
                     found.setdefault(one, None)
@@ -324,6 +383,17 @@ class AxisPropagation:
             splits = {one.outputs[index] for one in found if isinstance(one.outputs[index], Split)}
             self.forms[node, index] = splits  # type: ignore[assignment]
         return list(found)
+
+    def _offered(self, value: Value) -> list[Split]:
+        """The splits of a tensor that its users consider: the one it has, then a few others of every dim."""
+        given = self._given(value) if value[0] in self.chosen or value[0].op == "placeholder" else B
+        offered = [given] if isinstance(given, Split) else []
+        count: dict[int, int] = {}
+        for one in sorted(self.forms[value]):
+            count[one.dim] = count.get(one.dim, 0) + 1
+            if one != given and count[one.dim] <= _MAX_FORMS:
+                offered.append(one)
+        return offered
 
     def _is_allowed(self, node: fx.Node, call: OpCall, signature: Signature) -> bool:
         """Splits must fit; on a dim that an earlier axis splits, both splits must be even."""
@@ -410,11 +480,9 @@ class AxisPropagation:
             for value, wanted in zip(self.sources[node], signature.inputs, strict=True):
                 if isinstance(self._given(value), Split) and not isinstance(wanted, Split):
                     gathered.append(node)
-            for index, given in enumerate(signature.outputs):
-                total += sum(self._price((node, index), given, wanted) for wanted in self._wanted_of((node, index)))
-        for node in self.graph.placeholders.values():
-            given = self._given((node, 0))
-            total += sum(self._price((node, 0), given, wanted) for wanted in self._wanted_of((node, 0)))
+            for index in range(len(signature.outputs)):
+                total += self._moves((node, index))
+        total += sum(self._moves((node, 0)) for node in self.graph.placeholders.values())
         return AxisPlan(
             dict(self.chosen), dict(self.stored), outputs, tuple(self.unruled), total, tuple(dict.fromkeys(gathered))
         )

@@ -76,7 +76,7 @@ def tensor(graph: StepGraph, axis_size: int, taken: Mapping[str, set[int]]) -> A
                 layout = Split(dim, count)
                 if extent >= axis_size and fits(extent, layout, axis_size) and dim not in taken.get(one.name, set()):
                     found.append(layout)
-        free[one.name] = (*found, *(() if one.name in looked_up and found else (B,)))
+        free[one.name] = tuple(found) if found and len(shape) > 1 else (*found, B)
     return AxisGoal(axis_size, {}, free=free)
 
 
@@ -134,7 +134,7 @@ def parse(name: str, placement: Placement) -> tuple[Template, ...]:
     return tuple(TEMPLATES[one] for one in names)
 
 
-def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int, outer: Sequence[int]) -> AxisGoal:
+def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int) -> AxisGoal:
     """The goal with a user's pins in place of the template's choices.
 
     Raises:
@@ -149,7 +149,7 @@ def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int, outer: S
             known = ", ".join(i.name for i in graph.inputs[1:6])
             raise LayoutError(f"pin {pattern!r} matches no parameter, buffer, input or output; names are {known}, ...")
         for match in inputs:
-            _check_pin(pattern, match.name, match.meta.shape, one, goal.size, outer)
+            _check_pin(pattern, match.name, match.meta.shape, one, goal.size)
             if isinstance(one, Partial) and match.role is not Role.BATCH:
                 raise LayoutError(f"pin {pattern!r}: {match.name} cannot be stored as {one}; use S(dim) or B")
             stored[match.name] = one
@@ -159,13 +159,13 @@ def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int, outer: S
                 if other.of == match.name and other.role in (Role.STATE, Role.GRAD):
                     stored[other.name] = one if other.meta.shape == match.meta.shape else B
         for match in results:
-            _check_pin(pattern, match.name, match.meta.shape, one, goal.size, outer)
+            _check_pin(pattern, match.name, match.meta.shape, one, goal.size)
             outputs[match.name] = one
     return AxisGoal(goal.size, stored, used, free, outputs)
 
 
 def _check_pin(
-    pattern: str, name: str, shape: Sequence[int], one: Sbp, axis_size: int, outer: Sequence[int]
+    pattern: str, name: str, shape: Sequence[int], one: Sbp, axis_size: int
 ) -> None:
     if not isinstance(one, Split):
         return

@@ -80,8 +80,17 @@ def is_even(size: int, split: Split, axis_size: int) -> bool:
 
 
 def canonical(size: int, split: Split, axis_size: int) -> Split:
-    """The one name of this split: an even one always has unit 1, so that equal layouts compare equal."""
-    return replace(split, unit=1) if split.unit != 1 and is_even(size, split, axis_size) else split
+    """The one name of this split: the smallest unit that gives the same shares, so that equal layouts compare equal."""
+    if split.unit == 1:
+        return split
+    if is_even(size, split, axis_size):
+        return replace(split, unit=1)
+    whole = size // split.blocks
+    share = -(-whole // (split.unit * axis_size)) * split.unit
+    for unit in range(1, split.unit):
+        if whole % unit == 0 and -(-whole // (unit * axis_size)) * unit == share:
+            return replace(split, unit=unit)
+    return split
 
 
 def fits(size: int, split: Split, axis_size: int) -> bool:
