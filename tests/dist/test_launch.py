@@ -116,8 +116,8 @@ def interrupt(path: Path) -> tuple[int, str, str]:
 def test_interrupt_reaches_every_rank_once(script) -> None:
     status, output, errors = interrupt(
         script("""
-print(f"ready {rank}\\n", end="", flush=True)
 try:
+    print(f"ready {rank}\\n", end="", flush=True)
     time.sleep(100)
 except KeyboardInterrupt:
     time.sleep(1)
