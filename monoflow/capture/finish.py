@@ -27,7 +27,6 @@ def step_graph(
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     placeholders = dict(zip(lifted.fakes, nodes, strict=True))
     outputs = _lift_writes(graph, placeholders, outputs)
-    constants = _lift_constants(module)
     graph.eliminate_dead_code()
     _check_functional(graph)
     inputs = []
@@ -36,17 +35,14 @@ def step_graph(
             inputs.append(Input(key, lifted.roles[key], meta_of(node.meta["val"]), lifted.of[key]))
         else:
             graph.erase_node(node)
-    values = {}
-    for node, value in constants:
-        values[f"constant:{len(values)}"] = value
-        inputs.append(Input(f"constant:{len(values) - 1}", Role.CONSTANT, meta_of(value)))
+    used = {one.name: lifted.constants[one.name] for one in inputs if one.role is Role.CONSTANT}
     _mark_update(graph)
     results: Sequence[fx.Node] = graph.output_node().args[0]  # pyright: ignore[reportAssignmentType]
     made = tuple(
         Output(own, meta_of(node.meta["val"]), replaces, observed)
         for (own, replaces, observed), node in zip(outputs, results, strict=True)
     )
-    return StepGraph(graph, tuple(inputs), made, name, source, values)
+    return StepGraph(graph, tuple(inputs), made, name, source, used)
 
 
 def _lift_writes(
@@ -68,25 +64,6 @@ def _lift_writes(
             results[i] = results[i].args[0]
     output.args = (tuple(results),)
     return outputs
-
-
-def _lift_constants(module: fx.GraphModule) -> list[tuple[fx.Node, torch.Tensor]]:
-    """Turns get_attr nodes into placeholders behind all others; each distinct tensor becomes one."""
-    graph = module.graph
-    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
-    found: dict[int, tuple[fx.Node, torch.Tensor]] = {}
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        value = getattr(module, str(node.target))
-        if node.users and id(value) not in found:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"constant_{len(found)}")
-            last.meta.update(node.meta)
-            last.meta.setdefault("val", value)
-            found[id(value)] = last, value
-        if node.users:
-            node.replace_all_uses_with(found[id(value)][0])
-        graph.erase_node(node)
-    return list(found.values())
 
 
 def _check_functional(graph: fx.Graph) -> None:

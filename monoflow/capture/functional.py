@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +16,22 @@ from .sum_form import table
 class _KeepOrigin(fx.Interpreter):
     """Runs a traced graph under another trace and hands each node's origin to the nodes it becomes."""
 
+    def __init__(self, traced: fx.GraphModule, forms: Mapping[Any, Callable]) -> None:
+        super().__init__(traced)
+        self.forms = forms
+
     def run_node(self, n: fx.Node) -> Any:
         proxies = get_proxy_mode()
         assert proxies is not None
         root = proxies.tracer.graph._root
         before = root.prev
-        result = super().run_node(n)
+        result = NotImplemented
+        if n.target in self.forms:
+            # Here, above functionalization: torch's decompositions write in place.
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            result = self.forms[n.target](*args, **kwargs)
+        if result is NotImplemented:
+            result = super().run_node(n)
         node = root.prev
         while node is not before and node is not root:
             node.meta["info"] = info_of(n)
@@ -32,9 +42,10 @@ class _KeepOrigin(fx.Interpreter):
 def functionalize(traced: fx.GraphModule, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The same computation without writes, in sum form; a write to an input is one copy_ at the end."""
     traced.graph.eliminate_dead_code(_is_kept)
+    forms = table()
     with torch.no_grad():
-        functional = torch.func.functionalize(_KeepOrigin(traced).run, remove="mutations")
-        return make_fx(functional, decomposition_table=table())(*(fake.detach() for fake in fakes))
+        functional = torch.func.functionalize(_KeepOrigin(traced, forms).run, remove="mutations")
+        return make_fx(functional, decomposition_table=forms)(*(fake.detach() for fake in fakes))
 
 
 def _is_kept(node: fx.Node) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
@@ -26,6 +26,7 @@ class Lifted:
 
     Attributes:
         state_names: per optimizer, for the id of each of its parameters: state key -> input name.
+        constants: the live tensors that the step closes over.
         initial: for states that do not exist yet: how they begin (optimizer, parameter index, key).
     """
 
@@ -34,6 +35,7 @@ class Lifted:
     of: dict[str, str] = field(default_factory=dict)
     slots: dict[str, Slot] = field(default_factory=dict)
     state_names: list[dict[int, dict[str, str]]] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     initial: dict[str, tuple[InitialState, int, str]] = field(default_factory=dict)
 
     def add(self, name: str, role: Role, fake: torch.Tensor, of: str = "", slot: Slot | None = None) -> None:
@@ -171,3 +173,22 @@ def _lift_states(
     begins = initial_state(optimizer, params, fakes)
     for (index, key), meta in begins.metas.items() if begins is not None else ():
         lifted.initial[add(params[index], key, fake_of(mode, meta))] = (begins, index, key)
+
+
+def lift_constants(mode: FakeTensorMode, traced: fx.GraphModule, lifted: Lifted) -> None:
+    """Makes inputs, behind all others, of the real tensors that a traced step holds; each distinct one once."""
+    graph = traced.graph
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    found: dict[int, fx.Node] = {}
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        value = getattr(traced, str(node.target))
+        if isinstance(value, FakeTensor):  # a literal: its value travels along
+            value = value.constant
+        if id(value) not in found:
+            name = f"constant:{len(found)}"
+            lifted.add(name, Role.CONSTANT, fake_of(mode, value))
+            lifted.constants[name] = value
+            with graph.inserting_after(last):
+                last = found[id(value)] = graph.placeholder(name.replace(":", "_"))
+        node.replace_all_uses_with(found[id(value)])
+        graph.erase_node(node)

@@ -42,10 +42,7 @@ _FROM_TORCH = [
     aten.batch_norm_backward,
     aten.cudnn_batch_norm,
     aten.cudnn_batch_norm_backward,
-    aten.multi_margin_loss,
-    aten.multilabel_margin_loss_forward,
     aten._euclidean_dist,
-    aten.addcmul_,
     aten.select_backward,
     aten.slice_backward,
     aten.unfold_backward,
@@ -120,6 +117,17 @@ def std_mean(x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdi
     return torch.sqrt(variance), center
 
 
+def index_put(
+    x: torch.Tensor, indices: Sequence, values: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    """A write of one value through a mask is a choice between two values."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.dtype != torch.bool or values.numel() != 1 or accumulate:
+        return NotImplemented
+    mask = mask.reshape(*mask.shape, *[1] * (x.dim() - mask.dim()))
+    return torch.where(mask, values.reshape(()).to(x.dtype), x)
+
+
 def _foreach(op: Any) -> Callable | None:
     """A _foreach_ op as the plain op on every tensor."""
     packet = op._schema.name.removeprefix("aten::_foreach_")
@@ -146,6 +154,7 @@ def table() -> dict[Callable, Callable]:
     """The decompositions, by overload."""
     found: dict[Any, Callable] = dict(get_decompositions([op for op in _FROM_TORCH if op is not None]))
     found |= {
+        aten.index_put.default: index_put,
         aten.mean.default: mean,
         aten.mean.dim: mean,
         aten.var.correction: var,

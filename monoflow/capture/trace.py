@@ -18,7 +18,7 @@ from ..graph.step_graph import Role, StepGraph
 from ..sbp.random_mode import op_numbers
 from .finish import step_graph
 from .functional import functionalize
-from .lift import arguments_of, lift
+from .lift import arguments_of, lift, lift_constants
 from .optimizers import InitialState
 from .run import Run
 from .subject import Slot, Subject
@@ -90,11 +90,13 @@ def capture(
     arguments = arguments_of(args, kwargs)
     lifted = lift(mode, subject, arguments)
     run = Run(function, subject, mode, lifted, arguments, source)
-    fakes = list(lifted.fakes.values())
     with _quiet_python(), op_numbers():
-        traced = make_fx(run)(*fakes)
+        traced = make_fx(run)(*lifted.fakes.values())
         assert isinstance(traced, fx.GraphModule)
-        graph = step_graph(functionalize(traced, fakes), lifted, run.outputs, name, source)
+        lift_constants(mode, traced, lifted)
+        graph = step_graph(
+            functionalize(traced, list(lifted.fakes.values())), lifted, run.outputs, name, source
+        )
     used = set(graph.input_of) | {output.replaces for output in graph.outputs} | set(run.cleared)
     return Captured(
         graph,

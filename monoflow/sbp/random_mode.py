@@ -61,15 +61,19 @@ def random_or(key: torch.Tensor, func: Callable, args: Sequence, kwargs: dict[st
     """Runs `func`; a random op in its layout-independent form."""
     form = _FORMS.get(func)
     if form is not None:
-        return form(key, func, *args, **kwargs)
+        if kwargs.pop("generator", None) is not None:
+            raise _refusal(func, "from a generator of its own")
+        return form(key, *args, **kwargs)
     if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and func not in _DETERMINISTIC:
-        if func is aten.native_dropout.default:
-            return _native_dropout(key, *args, **kwargs)
-        raise CaptureError(
-            f"{func} draws random numbers in a form that monoflow cannot make equal on every layout; "
-            "draw it outside the step and pass it in, or use torch.rand / randn / randint / bernoulli / dropout"
-        )
+        raise _refusal(func, "in a form")
     return func(*args, **kwargs)
+
+
+def _refusal(func: Callable, how: str) -> CaptureError:
+    return CaptureError(
+        f"{func} draws random numbers {how} that monoflow cannot make equal on every layout; "
+        "draw it outside the step and pass it in, or use torch.rand / randn / randint / bernoulli / dropout"
+    )
 
 
 def _uniform(key: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -107,8 +111,7 @@ def _randint(key: torch.Tensor, low: int, high: int, shape: Sequence[int], dtype
 def _fill(draw: Callable) -> Callable:
     """The in-place form of a random op on its first argument."""
 
-    def form(key: torch.Tensor, func: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("generator", None)
+    def form(key: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return x.copy_(draw(key, x, *args, **kwargs))
 
     return form
@@ -130,14 +133,14 @@ def _random_(key: torch.Tensor, x: torch.Tensor, *bounds: int | None) -> torch.T
 
 
 def _factory(draw: Callable) -> Callable:
-    def form(key: torch.Tensor, func: Callable, shape: Sequence[int], *, dtype: Any = None, **_: Any) -> Any:
+    def form(key: torch.Tensor, shape: Sequence[int], *, dtype: Any = None, **_: Any) -> Any:
         return draw(key, shape, _dtype(dtype))
 
     return form
 
 
 def _like(draw: Callable) -> Callable:
-    def form(key: torch.Tensor, func: Callable, x: torch.Tensor, *, dtype: Any = None, **_: Any) -> Any:
+    def form(key: torch.Tensor, x: torch.Tensor, *, dtype: Any = None, **_: Any) -> Any:
         return draw(key, x.shape, dtype if dtype is not None else x.dtype)
 
     return form
@@ -147,8 +150,20 @@ def _gaussian(key: torch.Tensor, x: torch.Tensor, mean: float = 0, std: float = 
     return _normal(key, x.shape, x.dtype) * std + mean
 
 
+def _normal_of(key: torch.Tensor, mean: Any, std: Any = 1.0) -> torch.Tensor:
+    tensors = [x for x in (mean, std) if isinstance(x, torch.Tensor)]
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    return _normal(key, shape, torch.result_type(tensors[0], tensors[-1])) * std + mean
+
+
+def _normal_of_floats(
+    key: torch.Tensor, mean: float, std: float, size: Sequence[int], *, dtype: Any = None, **_: Any
+) -> torch.Tensor:
+    return _normal(key, size, _dtype(dtype)) * std + mean
+
+
 def _randint_form(low_first: bool, like: bool) -> Callable:
-    def form(key: torch.Tensor, func: Callable, *args: Any, dtype: Any = None, **_: Any) -> Any:
+    def form(key: torch.Tensor, *args: Any, dtype: Any = None, **_: Any) -> Any:
         shape, bounds = (args[0].shape, args[1:]) if like else (args[-1], args[:-1])
         low, high = bounds if low_first else (0, bounds[0])
         return _randint(key, low, high, shape, dtype if dtype is not None or not like else args[0].dtype)
@@ -156,7 +171,7 @@ def _randint_form(low_first: bool, like: bool) -> Callable:
     return form
 
 
-def _bernoulli(key: torch.Tensor, func: Callable, x: torch.Tensor, p: Any = None, **_: Any) -> torch.Tensor:
+def _bernoulli(key: torch.Tensor, x: torch.Tensor, p: Any = None, **_: Any) -> torch.Tensor:
     return _mask(key, x, x if p is None else p).to(x.dtype)
 
 
@@ -166,6 +181,7 @@ _DETERMINISTIC = {
 }
 
 _FORMS: dict[Callable, Callable] = {
+    aten.native_dropout.default: _native_dropout,
     aten.bernoulli.default: _bernoulli,
     aten.bernoulli.p: _bernoulli,
     aten.bernoulli_.float: _fill(lambda key, x, p=0.5: _mask(key, x, p).to(x.dtype)),
@@ -176,6 +192,11 @@ _FORMS: dict[Callable, Callable] = {
     aten.randn_like.default: _like(_normal),
     aten.uniform_.default: _fill(lambda key, x, a=0.0, b=1.0: _uniform(key, x.shape, x.dtype) * (b - a) + a),
     aten.normal_.default: _fill(_gaussian),
+    aten.normal.Tensor_Tensor: _normal_of,
+    aten.normal.Tensor_float: _normal_of,
+    aten.normal.float_Tensor: _normal_of,
+    aten.normal.float_float: _normal_of_floats,
+    aten.normal_functional.default: _gaussian,
     aten.exponential_.default: _fill(_exponential),
     aten.random_.default: _fill(_random_),
     aten.random_.to: _fill(_random_),
