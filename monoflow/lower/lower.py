@@ -11,7 +11,7 @@ from torch import fx
 from ..boxing.collectives import AxisMove, run_local
 from ..graph.step_graph import Role, metas_of, output_paths
 from ..plan.plan import Plan
-from ..runtime.program import Port, Program, Register, Task, verify
+from ..runtime.program import Port, Program, Register, Task, task_module, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from .local import IN_PLACE, local_op, pick, update_in_place
@@ -186,7 +186,7 @@ class _Body:
                 self._local_move(item)
         self.graph.output([self.env[value] for value in self.segment.writes])
         self.graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.target is update_in_place)
-        return fx.GraphModule(torch.nn.Module(), self.graph)
+        return task_module(self.graph)
 
     def _last_uses(self) -> dict[LaidOut, int]:
         return {value: number for number, item in enumerate(self.segment.items) for value in _reads(item)}

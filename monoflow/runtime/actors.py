@@ -1,15 +1,16 @@
 """The engine: every task of every rank that this process hosts is an actor.
 
-An actor fires when its input registers are full and its output registers are free; a register is free again
-when all its consumers are done. There is no other order, but for collectives: those of one communicator fire
-in program order, the same on every rank, so that data-driven firing cannot deadlock.
+An actor fires when its input registers are full and the actors that it must come after are done. A register is
+free again as soon as the last of its readers has taken it. There is no other order, but for collectives: they
+fire in program order, the same on every rank. They block, so one order for all of them, whatever their axis, is
+what keeps data-driven firing from deadlock.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
@@ -22,19 +23,27 @@ from .program import Program, Task
 Describe = Callable[[str], str]
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Actor:
-    """One task of one rank, and what it still waits for."""
+    """One task of one rank, with registers by their number in the engine.
+
+    Attributes:
+        reads: the registers that it reads, each once.
+        waiters: the actors that must come after this one.
+    """
 
     rank: int
     task: Task
-    missing: int
-    readers: tuple["_Actor", ...] = ()
-    waiters: list["_Actor"] = field(default_factory=list)
+    inputs: tuple[int, ...]
+    reads: tuple[int, ...]
+    outputs: tuple[int, ...]
+    waiters: tuple[int, ...]
 
 
 class Engine:
     """Runs the programs of the ranks that this process hosts: one in a job of processes, all in a simulation.
+
+    What does not change between steps is worked out here, once: who reads and who waits for what.
 
     Args:
         programs: by rank.
@@ -45,131 +54,177 @@ class Engine:
     def __init__(
         self, programs: Mapping[int, Program], placement: Placement, transport: Transport, describe: Describe
     ) -> None:
-        self.programs, self.placement, self.transport, self.describe = programs, placement, transport, describe
+        self.programs, self.placement = programs, placement
+        self.transport, self.describe = transport, describe
+        self.actors: list[_Actor] = []
+        self.consumers: list[tuple[int, ...]] = []  # actors that read a register
+        self.readers_left: list[int] = []  # reads of a register in one step, the outside's included
+        self.missing: list[int] = []  # what an actor waits for once the program's inputs are filled
+        self.filled: dict[int, tuple[int, ...]] = {}
+        self.taken: dict[int, tuple[int, ...]] = {}
+        self.turns = _one_order(programs)
+        for rank, program in programs.items():
+            self._hire(rank, program)
+        self.first = [number for number, missing in enumerate(self.missing) if not missing]
 
-    @torch.no_grad()
+    def _hire(self, rank: int, program: Program) -> None:
+        actor_base, base = len(self.actors), len(self.consumers)
+        waiters: list[list[int]] = [[] for _ in program.tasks]
+        given = {port.register for port in program.inputs}
+        for task in program.tasks:
+            for earlier in task.after:
+                waiters[earlier].append(actor_base + task.index)
+        for task in program.tasks:
+            distinct = dict.fromkeys(task.inputs)
+            self.actors.append(
+                _Actor(
+                    rank,
+                    task,
+                    tuple(base + register for register in task.inputs),
+                    tuple(base + register for register in distinct),
+                    tuple(base + register for register in task.outputs),
+                    tuple(waiters[task.index]),
+                )
+            )
+            self.missing.append(sum(register not in given for register in distinct) + len(task.after))
+        self.filled[rank] = tuple(base + port.register for port in program.inputs)
+        self.taken[rank] = tuple(base + port.register for port in program.outputs)
+        kept = {port.register for port in program.outputs}
+        for register, consumers in enumerate(program.consumers):
+            self.consumers.append(tuple(actor_base + index for index in consumers))
+            self.readers_left.append(len(consumers) + (register in kept))
+
     def run(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
         """One step: tensors for every program's input ports to tensors of its output ports, by rank."""
         run = _Run(self)
         for rank, tensors in inputs.items():
-            run.fill(rank, tensors)
-        run.drive()
-        return {rank: run.take(rank) for rank in self.programs}
+            run.fill(self.filled[rank], tensors)
+        del inputs  # so that registers hold the only references
+        with torch.no_grad():
+            run.drive()
+        return {rank: run.take(registers) for rank, registers in self.taken.items()}
+
+
+def _one_order(programs: Mapping[int, Program]) -> tuple[int, ...]:
+    """The collectives' task indices in program order, which all ranks share."""
+    orders = {
+        rank: tuple(task.index for task in program.tasks if task.move is not None)
+        for rank, program in programs.items()
+    }
+    first = next(iter(orders.values()), ())
+    for rank, order in orders.items():
+        assert order == first, f"rank {rank} runs collectives {order}, another rank {first}"
+    return first
 
 
 class _Run:
-    """The actors and registers of one step."""
+    """The registers of one step, and what every actor still waits for."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.slots: dict[tuple[int, int], torch.Tensor] = {}
-        self.pending: dict[tuple[int, int], int] = {}
-        self.ready: deque[_Actor] = deque()
-        self.actors: dict[tuple[int, int], _Actor] = {}
-        self.turns: dict[int, deque[int]] = {}
-        self.waiting: dict[int, dict[int, _Actor]] = {}
-        for rank, program in engine.programs.items():
-            self._hire(rank, program)
+        self.slots: list[torch.Tensor | None] = [None] * len(engine.consumers)
+        self.readers_left = engine.readers_left.copy()
+        self.missing = engine.missing.copy()
+        self.ready = deque(engine.first)
+        self.num_fired = 0
+        self.turn = 0
+        self.arrived: dict[int, list[_Actor]] = {}  # at a collective, until it is its turn
 
-    def _hire(self, rank: int, program: Program) -> None:
-        kept = {port.register for port in program.outputs}
-        for task in program.tasks:
-            actor = _Actor(rank, task, len(set(task.inputs)) + len(task.after))
-            self.actors[rank, task.index] = actor
-            for earlier in task.after:
-                self.actors[rank, earlier].waiters.append(actor)
-            if not actor.missing:
-                self.ready.append(actor)
-        for register, consumers in enumerate(program.consumers):
-            self.pending[rank, register] = len(consumers) + (register in kept)
-        if not self.turns:
-            for task in program.tasks:
-                if task.move is not None:
-                    self.turns.setdefault(task.move.axis, deque()).append(task.index)
-
-    # --- registers ---------------------------------------------------------------------------------
-
-    def fill(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+    def fill(self, registers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Fills the input registers of one rank."""
-        for port, tensor in zip(self.engine.programs[rank].inputs, tensors, strict=True):
-            self._write(rank, port.register, tensor)
+        for register, tensor in zip(registers, tensors, strict=True):
+            if self.readers_left[register]:
+                self.slots[register] = tensor
 
-    def take(self, rank: int) -> list[torch.Tensor]:
+    def take(self, registers: Sequence[int]) -> list[torch.Tensor]:
         """What the output registers of one rank hold."""
-        return [self.slots[rank, port.register] for port in self.engine.programs[rank].outputs]
+        return [self._held(register) for register in registers]
 
-    def _write(self, rank: int, register: int, tensor: torch.Tensor) -> None:
-        if self.pending[rank, register]:
-            self.slots[rank, register] = tensor
-        for consumer in self.engine.programs[rank].consumers[register]:
-            self._arrived(self.actors[rank, consumer])
-
-    def _release(self, actor: _Actor) -> None:
-        for register in dict.fromkeys(actor.task.inputs):
-            key = actor.rank, register
-            self.pending[key] -= 1
-            if not self.pending[key]:
-                del self.slots[key]
-        for waiter in actor.waiters:
-            self._arrived(waiter)
-
-    def _arrived(self, actor: _Actor) -> None:
-        actor.missing -= 1
-        if not actor.missing:
-            self.ready.append(actor)
+    def _held(self, register: int) -> torch.Tensor:
+        tensor = self.slots[register]
+        assert tensor is not None, f"register {register} is empty"
+        return tensor
 
     # --- firing ------------------------------------------------------------------------------------
 
     def drive(self) -> None:
         """Fires actors until none is left."""
-        num_fired = 0
+        actors = self.engine.actors
         while self.ready:
-            actor = self.ready.popleft()
-            if actor.task.compute is not None:
+            actor = actors[self.ready.popleft()]
+            if actor.task.move is None:
                 self._compute(actor)
-                num_fired += 1
             else:
-                num_fired += self._meet(actor)
-        assert num_fired == len(self.actors), self._stuck()
+                self._meet(actor)
+        assert self.num_fired == len(actors), self._stuck()
 
     def _compute(self, actor: _Actor) -> None:
-        task = actor.task
-        assert task.compute is not None
-        arguments = [self.slots[actor.rank, register] for register in task.inputs]
+        module = actor.task.compute
+        assert module is not None
+        arguments = self._read(actor)
         try:
-            results = task.compute(*arguments)
+            # The list holds the last references: the module empties it and drops each tensor after its last use.
+            results = module.forward(arguments)
         except Exception as error:
             error.add_note(self._origin(actor, error.__traceback__))
             raise
-        del arguments
-        self._release(actor)
-        for register, tensor in zip(task.outputs, results, strict=True):
-            self._write(actor.rank, register, tensor)
+        self._finish(actor, results)
 
-    def _meet(self, actor: _Actor) -> int:
-        """A collective fires when every hosted rank has arrived and it is its axis' turn."""
-        self.waiting.setdefault(actor.task.index, {})[actor.rank] = actor
-        assert actor.task.move is not None
-        turn = self.turns[actor.task.move.axis]
-        num_fired = 0
-        while turn and len(self.waiting.get(turn[0], ())) == len(self.engine.programs):
-            num_fired += self._collect(self.waiting.pop(turn.popleft()))
-        return num_fired
+    def _meet(self, actor: _Actor) -> None:
+        """A collective fires when every hosted rank has arrived and it is its turn."""
+        turns, num_ranks = self.engine.turns, len(self.engine.programs)
+        self.arrived.setdefault(actor.task.index, []).append(actor)
+        while self.turn < len(turns) and len(self.arrived.get(turns[self.turn], ())) == num_ranks:
+            self._collect(self.arrived.pop(turns[self.turn]))
+            self.turn += 1
 
-    def _collect(self, actors: Mapping[int, _Actor]) -> int:
-        task = next(iter(actors.values())).task
+    def _collect(self, actors: Sequence[_Actor]) -> None:
+        task = actors[0].task
         assert task.move is not None
-        held = {rank: self.slots[rank, actor.task.inputs[0]] for rank, actor in actors.items()}
-        results = apply_move(task.move, held, self.engine.placement, self.engine.transport)
+        held = {actor.rank: self._read(actor)[0] for actor in actors}
+        try:
+            results = apply_move(task.move, held, self.engine.placement, self.engine.transport)
+        except Exception as error:
+            error.add_note(f"in {self._place(actors[0])}, {task.move}")
+            raise
         del held
-        for rank, actor in actors.items():
-            self._release(actor)
-            self._write(rank, actor.task.outputs[0], results[rank])
-        return len(actors)
+        for actor in actors:
+            self._finish(actor, (results.pop(actor.rank),))
+
+    # --- registers ---------------------------------------------------------------------------------
+
+    def _read(self, actor: _Actor) -> list[torch.Tensor]:
+        """The actor's inputs, taken out of the registers that nobody reads after it."""
+        slots, readers_left = self.slots, self.readers_left
+        arguments = [self._held(register) for register in actor.inputs]
+        for register in actor.reads:
+            readers_left[register] -= 1
+            if not readers_left[register]:
+                slots[register] = None
+        return arguments
+
+    def _finish(self, actor: _Actor, results: Sequence[torch.Tensor]) -> None:
+        """Writes what an actor made and tells those who wait for it."""
+        self.num_fired += 1
+        for register, tensor in zip(actor.outputs, results, strict=True):
+            if self.readers_left[register]:
+                self.slots[register] = tensor
+            self._notify(self.engine.consumers[register])
+        self._notify(actor.waiters)
+
+    def _notify(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self.missing[number] -= 1
+            if not self.missing[number]:
+                self.ready.append(number)
 
     # --- what went wrong ---------------------------------------------------------------------------
 
+    def _place(self, actor: _Actor) -> str:
+        return f"task {actor.task.name} ({actor.task.phase}) of rank {actor.rank}"
+
     def _origin(self, actor: _Actor, trace: TracebackType | None) -> str:
+        """Task, op, module and the user's line of what failed, from the line of generated code in the trace."""
         module = actor.task.compute
         assert module is not None
         line, code = None, type(module).forward.__code__
@@ -177,15 +232,32 @@ class _Run:
             if trace.tb_frame.f_code is code:
                 line = trace.tb_lineno
             trace = trace.tb_next
-        where = f"in task {actor.task.name} ({actor.task.phase}) of rank {actor.rank}"
+        where = f"in {self._place(actor)}"
         nodes = list(module.graph.nodes)
         positions = getattr(module, "_lineno_map", None) or {}
         position = positions.get(line - getattr(module, "_prologue_start", 0)) if line is not None else None
         if position is None or position >= len(nodes):
             return where
-        return f"{where}, {self.engine.describe(nodes[position].name)}"
+        return f"{where}: {self.engine.describe(nodes[position].name)}"
 
     def _stuck(self) -> str:
-        left = [actor for actor in self.actors.values() if actor.missing]
-        lines = [f"rank {a.rank}: {a.task.name} misses {a.missing} of its inputs" for a in left[:10]]
-        return "the program cannot finish; waiting:\n" + "\n".join(lines)
+        """Which actors wait, and for what."""
+        lines = []
+        for number, missing in enumerate(self.missing):
+            actor = self.engine.actors[number]
+            if missing:
+                empty = [
+                    f"r{own}"
+                    for own, register in zip(actor.task.inputs, actor.inputs, strict=True)
+                    if self.slots[register] is None
+                ]
+                lines.append(
+                    f"{self._place(actor)} misses {missing}: of registers {', '.join(empty) or 'none'}, "
+                    f"of tasks {', '.join(map(str, actor.task.after)) or 'none'}"
+                )
+        for index, actors in self.arrived.items():
+            turn = self.engine.turns[self.turn]
+            lines += [
+                f"{self._place(one)} (task {index}) waits for the turn of task {turn}" for one in actors
+            ]
+        return "the program cannot finish:\n" + "\n".join(lines[:20])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import CodeGen
 
 from ..boxing.route import Move
 from ..mesh import Placement
@@ -31,8 +33,8 @@ class Register:
 class Task:
     """A piece of program. `after` are tasks that must be done first although no register links them.
 
-    Exactly one of `compute` (a function of the input registers that returns the output registers) and `move`
-    (a collective along one axis, from one input register to one output register) is set.
+    Exactly one of `compute` (from the input registers to the output registers, as `task_module` makes it) and
+    `move` (a collective along one axis, from one input register to one output register) is set.
     """
 
     index: int
@@ -43,6 +45,24 @@ class Task:
     compute: fx.GraphModule | None = None
     move: Move | None = None
     after: tuple[int, ...] = ()
+
+
+def task_module(graph: fx.Graph) -> fx.GraphModule:
+    """A graph of placeholders as a task's function: a list of tensors, which it empties, to a list of tensors.
+
+    Whoever hands over the only references so lets every tensor go after its last use inside the task.
+    """
+    graph.set_codegen(_TakesList())
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+class _TakesList(CodeGen):
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
+        names = [text.split(":")[0].split("=")[0].strip() for text in free_vars if text != "self"]
+        lines = [f"def {self._func_name}(self, tensors){maybe_return_annotation}:"]
+        if names:
+            lines += [f"    {', '.join(names)}, = tensors", "    tensors.clear()"]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,9 @@ class Program:
             what = str(task.move) if task.move is not None else f"{_num_ops(task)} ops"
             lines.append(f"  t{task.index} {task.phase} {task.name}: ({reads}) -> ({writes})  # {what}")
         for port in self.outputs:
-            lines.append(f"  {port.name} <- r{port.register}{f' replaces {port.replaces}' * bool(port.replaces)}")
+            lines.append(
+                f"  {port.name} <- r{port.register}{f' replaces {port.replaces}' * bool(port.replaces)}"
+            )
         return "\n".join(lines)
 
 

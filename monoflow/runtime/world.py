@@ -48,7 +48,9 @@ class World:
         if self.simulated:
             return placement.ranks
         if self.rank not in placement.ranks:
-            raise PlacementError(f"{placement} leaves out rank {self.rank}, which calls the step all the same")
+            raise PlacementError(
+                f"{placement} leaves out rank {self.rank}, which calls the step all the same"
+            )
         return (self.rank,)
 
 

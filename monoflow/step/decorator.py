@@ -52,8 +52,14 @@ def graph(
     Returns:
         A decorator. The step is called as the function was, with the global batch.
     """
-    if len(things) == 1 and not isinstance(things[0], (torch.nn.Module, torch.optim.Optimizer)) and callable(things[0]):
-        raise CaptureError("write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone")
+    if (
+        len(things) == 1
+        and not isinstance(things[0], (torch.nn.Module, torch.optim.Optimizer))
+        and callable(things[0])
+    ):
+        raise CaptureError(
+            "write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone"
+        )
     subject = subject_of(things)
 
     def decorate(function: Callable) -> Step:
@@ -115,7 +121,9 @@ class Step:
         layout = parse(sbp) if isinstance(sbp, str) else tuple(sbp) if isinstance(sbp, Sequence) else (sbp,)
         num_axes = self._devices(self._world()).num_axes
         if len(layout) != num_axes:
-            raise LayoutError(f"pin {pattern!r} gives {len(layout)} SBPs {sbp}; the placement has {num_axes} axes")
+            raise LayoutError(
+                f"pin {pattern!r} gives {len(layout)} SBPs {sbp}; the placement has {num_axes} axes"
+            )
         self._pins[pattern] = layout
         self._compiled.clear()
         return self
@@ -256,7 +264,11 @@ class Step:
     # --- running -----------------------------------------------------------------------------------
 
     def _run(
-        self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], key: torch.Tensor | None = None
+        self,
+        compiled: Compiled,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: torch.Tensor | None = None,
     ) -> tuple[Any, dict[str, torch.Tensor]]:
         """One step; returns the user's result and whole observed outputs (if the programs give any)."""
         world = self._world()
@@ -307,7 +319,11 @@ class Step:
                 for key, value in group.items():
                     if self._subject.hyper_name(number, index, key) == name:
                         dtype = planned.graph.input_of[name].meta.dtype
-                        return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=dtype)
+                        return (
+                            value.detach()
+                            if isinstance(value, torch.Tensor)
+                            else torch.tensor(value, dtype=dtype)
+                        )
         raise AssertionError(f"no hyper-parameter {name}")
 
     def _take(
@@ -337,7 +353,12 @@ class Step:
         return pytree.tree_unflatten(leaves, captured.out_spec), observed
 
     def _handed_out(
-        self, store: Store, values: Mapping[int, torch.Tensor], layout: NdSbp, shape: tuple[int, ...], name: str
+        self,
+        store: Store,
+        values: Mapping[int, torch.Tensor],
+        layout: NdSbp,
+        shape: tuple[int, ...],
+        name: str,
     ) -> torch.Tensor:
         """A result as the user gets it: never memory that the next step will write."""
         if store.simulated:

@@ -53,7 +53,9 @@ class Store:
         if from_placements(tensor.placements) == layout:
             return tensor.to_local()
         whole = tensor.full_tensor()
-        return shard(whole, layout, self.placement.shape, self.placement.coordinate(self.ranks[0])).contiguous()
+        return shard(
+            whole, layout, self.placement.shape, self.placement.coordinate(self.ranks[0])
+        ).contiguous()
 
     def joined(self, values: Mapping[int, torch.Tensor], layout: NdSbp, name: str) -> torch.Tensor:
         """The whole tensor from the shards of all ranks (a simulation). Raises RunError if replicas differ."""
@@ -63,7 +65,9 @@ class Store:
 
     def _check_replicas(self, values: Mapping[tuple, torch.Tensor], layout: NdSbp, name: str) -> None:
         for coordinate, value in values.items():
-            origin = tuple(0 if isinstance(one, Broadcast) else c for one, c in zip(layout, coordinate, strict=True))
+            origin = tuple(
+                0 if isinstance(one, Broadcast) else c for one, c in zip(layout, coordinate, strict=True)
+            )
             first = values[origin]
             if first.shape != value.shape or not torch.equal(first.nan_to_num(), value.nan_to_num()):
                 worst = (first - value).abs().max().item() if first.shape == value.shape else float("nan")
