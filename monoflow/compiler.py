@@ -26,10 +26,31 @@ from .plan.plan import Plan
 from .plan.planner import plan_step
 from .runtime.actors import Engine
 from .runtime.transport import CommStats, DistTransport, SimTransport
-from .sbp.rules import RULES
+from .runtime.world import World, current_world, share_key
 
-__all__ = ["Captured", "CommStats", "Compiled", "Input", "Output", "Plan", "Role", "Slot", "StepGraph", "Subject"]
-__all__ += ["compile_step", "load", "lower_step", "plan", "subject_of", "trace"]
+__all__ = [
+    "Captured",
+    "CommStats",
+    "Compiled",
+    "Input",
+    "Output",
+    "Plan",
+    "Role",
+    "Slot",
+    "StepGraph",
+    "Subject",
+]
+__all__ += [
+    "World",
+    "compile_step",
+    "current_world",
+    "share_key",
+    "load",
+    "lower_step",
+    "plan",
+    "subject_of",
+    "trace",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +115,7 @@ def plan(captured: Captured, placement: Placement, name: str, pins: Mapping[str,
     """Plans the captured step; warns of every op that has no rule, with what its replication costs."""
     log = stage_logger("plan")
     start = time.perf_counter()
-    made = plan_step(captured.graph, placement, name, RULES, pins)
+    made = plan_step(captured.graph, placement, name, pins)
     nodes = {node.name: node for node in made.graph.calls()}
     if placement.size > 1:
         for key, num_bytes in made.unruled.items():
@@ -103,7 +124,9 @@ def plan(captured: Captured, placement: Placement, name: str, pins: Mapping[str,
                 "%s has no rule: it runs whole on every rank (%s bytes each), at %s %s",
                 nodes[key].target, f"{num_bytes:,}", info.source, info.module,
             )  # fmt: skip
-    log.info("planned %s as %r on %s in %.2f s", made.graph.name, name, placement, time.perf_counter() - start)
+    log.info(
+        "planned %s as %r on %s in %.2f s", made.graph.name, name, placement, time.perf_counter() - start
+    )
     return made
 
 
@@ -111,7 +134,7 @@ def lower_step(made: Plan, ranks: Sequence[int], device: torch.device, observe: 
     """Lowers a plan for some ranks."""
     log = stage_logger("lower")
     start = time.perf_counter()
-    lowered = lower(made, RULES, ranks, device, observe)
+    lowered = lower(made, ranks, device, observe)
     num_tasks = len(next(iter(lowered.programs.values())).tasks)
     log.info("lowered %s: %d tasks in %.2f s", made.graph.name, num_tasks, time.perf_counter() - start)
     return lowered
@@ -129,7 +152,11 @@ def load(captured: Captured, lowered: Lowered, simulated: bool) -> Compiled:
         info = origins.get(name)
         if info is None:
             return f"op {name}"
-        return f"op {name}" + f", module {info.module!r}" * bool(info.module) + f", {info.source}" * bool(info.source)
+        return (
+            f"op {name}"
+            + f", module {info.module!r}" * bool(info.module)
+            + f", {info.source}" * bool(info.source)
+        )
 
     engine = Engine(lowered.programs, placement, transport, describe)
     return Compiled(captured, lowered.plan, lowered, engine, transport)

@@ -196,7 +196,9 @@ def op_call(node: fx.Node) -> OpCall:
 
 def op_name(target: Any) -> str:
     """`aten.mm.default` for an overload, the plain name for a Python function."""
-    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    return (
+        str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    )
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,9 @@ def verify(graph: StepGraph, after: str) -> StepGraph:
     names = [one.name for one in graph.inputs]
     assert len(set(names)) == len(names), f"after {after}: an input name appears twice"
     for one, node in zip(graph.inputs, placeholders, strict=True):
-        assert metas_of(node) == (one.meta,), f"after {after}: input {one.name} is {metas_of(node)}, not {one.meta}"
+        assert metas_of(node) == (one.meta,), (
+            f"after {after}: input {one.name} is {metas_of(node)}, not {one.meta}"
+        )
     seen: set[fx.Node] = set()
     for node in nodes:
         assert all(source in seen for source in node.all_input_nodes), f"after {after}: {node} runs too early"

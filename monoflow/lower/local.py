@@ -82,5 +82,7 @@ def pick(graph: fx.Graph, result: fx.Node, paths: Sequence[tuple[int, ...]]) -> 
     for path in paths:
         for depth in range(1, len(path) + 1):
             if path[:depth] not in found:
-                found[path[:depth]] = graph.call_function(operator.getitem, (found[path[: depth - 1]], path[depth - 1]))
+                found[path[:depth]] = graph.call_function(
+                    operator.getitem, (found[path[: depth - 1]], path[depth - 1])
+                )
     return [found[path] for path in paths]

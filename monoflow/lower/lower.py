@@ -14,6 +14,7 @@ from ..plan.plan import Plan
 from ..runtime.program import Port, Program, Register, Task, task_module, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
+from ..sbp.rules import RULES
 from .local import IN_PLACE, local_op, pick, update_in_place
 from .schedule import Box, LaidOut, Op, Schedule, schedule
 
@@ -29,10 +30,10 @@ class Lowered:
 
 def lower(
     plan: Plan,
-    rules: Mapping[Callable, OpRule],
     ranks: Sequence[int],
     device: torch.device,
     observe: bool = False,
+    rules: Mapping[Callable, OpRule] = RULES,
 ) -> Lowered:
     """The programs of `ranks`. Every rank lowers its own shapes; the order of collectives is one for all.
 
@@ -121,7 +122,8 @@ class _RankLowering:
         self.state = {
             value
             for value in self.made.inputs
-            if self.plan.graph.input_of[names[value.node]].role in (Role.PARAM, Role.STATE) and value not in outputs
+            if self.plan.graph.input_of[names[value.node]].role in (Role.PARAM, Role.STATE)
+            and value not in outputs
         }
         tasks = [self._task(position, segment) for position, segment in enumerate(self.segments)]
         return verify(
@@ -134,7 +136,9 @@ class _RankLowering:
                     Port(names[one.node], self.register_of[one], donated=one in self.donated)
                     for one in self.made.inputs
                 ),
-                tuple(Port(one.name, self.register_of[value], one.replaces) for one, value in self.made.outputs),
+                tuple(
+                    Port(one.name, self.register_of[value], one.replaces) for one, value in self.made.outputs
+                ),
             )
         )
 
@@ -160,7 +164,9 @@ class _RankLowering:
         for value in segment.reads:
             self.readers.setdefault(value, []).append(position)
         writes = tuple(self._register(value) for value in segment.writes)
-        after = {reader for value in body.donated for reader in self.readers.get(value, ()) if reader != position}
+        after = {
+            reader for value in body.donated for reader in self.readers.get(value, ()) if reader != position
+        }
         phase = next((str(item.phase) for item in segment.items), "")
         first = next((item.node.name for item in segment.items if isinstance(item, Op)), "moves")
         return Task(position, first, phase, reads, writes, compute=module, after=tuple(sorted(after)))
@@ -185,7 +191,9 @@ class _Body:
             else:
                 self._local_move(item)
         self.graph.output([self.env[value] for value in self.segment.writes])
-        self.graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.target is update_in_place)
+        self.graph.eliminate_dead_code(
+            lambda node: node.op != "call_function" or node.target is update_in_place
+        )
         return task_module(self.graph)
 
     def _last_uses(self) -> dict[LaidOut, int]:

@@ -74,7 +74,8 @@ def schedule(plan: Plan, observe: bool = False) -> Schedule:
         if not is_getitem(node) and node in needed:
             maker.add(node)
     outputs = tuple(
-        (one, maker.moved(source_of(results[one.name]), plan.outputs[one.name], Phase.UPDATE)) for one in wanted
+        (one, maker.moved(source_of(results[one.name]), plan.outputs[one.name], Phase.UPDATE))
+        for one in wanted
     )
     inputs = tuple(
         LaidOut(node, 0, plan.inputs[name])
@@ -89,6 +90,7 @@ class _Maker:
         self.plan = plan
         self.items: list[Op | Box] = []
         self.made: set[LaidOut] = set()
+        self.copies: dict[tuple[fx.Node, int, str], list[LaidOut]] = {}
         names = {node: name for name, node in plan.graph.placeholders.items()}
         roles = plan.graph.input_of
         self.params = {node for node, name in names.items() if roles[name].role is Role.PARAM}
@@ -115,13 +117,17 @@ class _Maker:
             return target
         meta = metas_of(node)[index]
         assert meta is not None
-        steps = route(given, wanted, meta.shape, meta.dtype, self.plan.placement.shape).steps
-        here = LaidOut(node, index, given)
-        for step in steps:
+        mesh = self.plan.placement.shape
+        # From whatever layout of it is there already: a gathered tensor is cut, not reduced again.
+        here_from = [LaidOut(node, index, given), *self.copies.get((node, index, key), ())]
+        routes = [(route(one.layout, wanted, meta.shape, meta.dtype, mesh), one) for one in here_from]
+        best, here = min(routes, key=lambda pair: pair[0].cost)
+        for step in best.steps:
             then = LaidOut(node, index, step.target, key)
             if then not in self.made:
                 self.items.append(Box(step, here, then, phase))
                 self.made.add(then)
+                self.copies.setdefault((node, index, key), []).append(then)
             here = then
         return here
 

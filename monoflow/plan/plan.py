@@ -118,7 +118,9 @@ class Plan:
         where = data["placement"]
         return Plan(
             graph,
-            Placement(where["device_type"], tuple(where["ranks"]), tuple(where["shape"]), tuple(where["axes"])),
+            Placement(
+                where["device_type"], tuple(where["ranks"]), tuple(where["shape"]), tuple(where["axes"])
+            ),
             data["name"],
             {
                 name: tuple(Signature(_tuple(one[0]), _tuple(one[1])) for one in axes)
@@ -134,7 +136,9 @@ def fingerprint(graph: StepGraph) -> str:
     """A short hash of what the graph computes: ops, arguments, shapes and roles."""
     lines = [f"{one.name} {one.role} {one.meta}" for one in graph.inputs]
     lines += [f"{n.name} {op_name(n.target)} {n.args} {n.kwargs} {metas_of(n)}" for n in graph.calls()]
-    lines += [f"{one.name} {one.replaces} {node}" for one, node in zip(graph.outputs, graph.results, strict=True)]
+    lines += [
+        f"{one.name} {one.replaces} {node}" for one, node in zip(graph.outputs, graph.results, strict=True)
+    ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -13,9 +13,10 @@ from ..log import stage_logger
 from ..mesh import Placement
 from ..sbp.layout import Sbp, Split
 from ..sbp.registry import OpRule
+from ..sbp.rules import RULES
 from .cost import DeviceCost
 from .plan import Plan
-from .propagate import AxisPlan, AxisPropagation
+from .axis import AxisPlan, AxisProblem
 from .template import Pins, Template, apply_pins, parse
 
 log = stage_logger("plan")
@@ -25,15 +26,17 @@ def plan_step(
     graph: StepGraph,
     placement: Placement,
     name: str,
-    rules: Mapping[Callable, OpRule],
     pins: Pins | None = None,
     device: DeviceCost | None = None,
+    rules: Mapping[Callable, OpRule] = RULES,
 ) -> Plan:
     """Plans a step by a template and a user's pins.
 
     Args:
         name: a template, "data", "zero", "tensor", or a product such as "data x tensor".
         pins: per pattern of input or output names, one SBP per axis.
+        device: what work and moves cost.
+        rules: the ops' rules.
 
     Raises:
         PlanError, LayoutError: the template is unknown or a pin does not fit.
@@ -47,7 +50,7 @@ def plan_step(
         other = _plan_axes(expanded, placement, name, rules, pins or {}, device)
         if sum(one.cost for one in other) >= sum(one.cost for one in axes):
             break
-        log.info("alternative forms of %s ops pay", len(list(expanded.calls())) - len(list(graph.calls())))
+        log.info("simpler forms of ops that would gather pay: %d nodes more", _size(expanded) - _size(graph))
         graph, axes = expanded, other
     return _joined(graph, placement, name, axes)
 
@@ -75,7 +78,7 @@ def _plan_axes(
             goal = replace(goal, stored=chosen[axis], free={})
         goal = apply_pins(goal, graph, pins, axis)
         before = [(placement.shape[i], plan) for i, plan in enumerate(solved)]
-        solved.append(AxisPropagation(graph, goal, rules, device, before).solve())
+        solved.append(AxisProblem(graph, goal, rules, device, before).solve())
     return solved
 
 
@@ -96,18 +99,16 @@ def _chosen_storage(
     for axis, size in enumerate(placement.shape if placement.num_axes > 1 else ()):
         goal = apply_pins(templates[axis](graph, size, taken), graph, pins, axis)
         if goal.free:
-            chosen[axis] = AxisPropagation(graph, goal, rules, device).solve().stored
+            chosen[axis] = AxisProblem(graph, goal, rules, device).solve().stored
             for key, one in chosen[axis].items():
                 if isinstance(one, Split):
                     taken.setdefault(key, set()).add(one.dim)
     return chosen
 
 
-def _expand(
-    graph: StepGraph, axes: Sequence[AxisPlan], rules: Mapping[Callable, OpRule]
-) -> StepGraph | None:
+def _expand(graph: StepGraph, axes: Sequence[AxisPlan], rules: Mapping[Callable, OpRule]) -> StepGraph | None:
     """The graph with ops that had to gather an input in their simpler form; None if there is none."""
-    names = {node.name for axis in axes for node in axis.gathered if _expansion(node, rules)}
+    names = {node.name for axis in axes for node in _whole_after_gather(axis) if _expansion(node, rules)}
     if not names:
         return None
     edited = copied(graph)
@@ -115,9 +116,29 @@ def _expand(
         if node.name in names:
             function = _expansion(node, rules)
             assert function is not None
-            results = insert_traced(edited, node, _bound(function, node), (list(node.args), dict(node.kwargs)))
+            results = insert_traced(
+                edited, node, _bound(function, node), (list(node.args), dict(node.kwargs))
+            )
             _replace(edited, node, results)
     return finished(graph, edited)
+
+
+def _size(graph: StepGraph) -> int:
+    return len(graph.graph.nodes)
+
+
+def _whole_after_gather(axis: AxisPlan) -> set[fx.Node]:
+    """Nodes that run whole because a split was given up before them."""
+    found: set[fx.Node] = set()
+    stack = list(axis.gathered)
+    while stack:
+        node = stack.pop()
+        signature = axis.signatures.get(node)
+        whole = signature is None or not any(isinstance(one, Split) for one in signature.inputs)
+        if node.op == "call_function" and node not in found and (whole or node in axis.gathered):
+            found.add(node)
+            stack.extend(node.users)
+    return found
 
 
 def _expansion(node: fx.Node, rules: Mapping[Callable, OpRule]) -> Callable | None:
@@ -145,9 +166,7 @@ def _replace(graph: fx.Graph, node: fx.Node, results: object) -> None:
 
 
 def _joined(graph: StepGraph, placement: Placement, name: str, axes: Sequence[AxisPlan]) -> Plan:
-    signatures = {
-        node.name: tuple(axis.signatures[node] for axis in axes) for node in axes[0].signatures
-    }
+    signatures = {node.name: tuple(axis.signatures[node] for axis in axes) for node in axes[0].signatures}
     unruled = {}
     for node in axes[0].unruled:
         metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1]]

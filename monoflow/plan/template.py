@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
@@ -13,7 +14,7 @@ from ..errors import LayoutError, PlanError
 from ..graph.step_graph import Input, Role, StepGraph, is_getitem, tensor_args
 from ..mesh import Placement
 from ..sbp.layout import B, NdSbp, Partial, Sbp, Split, fits
-from .propagate import AxisGoal
+from .axis import AxisGoal
 
 aten = torch.ops.aten
 
@@ -74,7 +75,11 @@ def tensor(graph: StepGraph, axis_size: int, taken: Mapping[str, set[int]]) -> A
         for dim, extent in enumerate(shape[:1] if one.name in looked_up else shape):
             for count in (1, *blocks):
                 layout = Split(dim, count)
-                if extent >= axis_size and fits(extent, layout, axis_size) and dim not in taken.get(one.name, set()):
+                if (
+                    extent >= axis_size
+                    and fits(extent, layout, axis_size)
+                    and dim not in taken.get(one.name, set())
+                ):
                     found.append(layout)
         free[one.name] = tuple(found) if found and len(shape) > 1 else (*found, B)
     return AxisGoal(axis_size, {}, free=free)
@@ -144,10 +149,14 @@ def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int) -> AxisG
     for pattern, layout in pins.items():
         one = layout[axis]
         inputs = [i for i in graph.inputs if fnmatchcase(i.name, pattern) and i.role is not Role.HYPER]
-        results = [o for o in graph.outputs if fnmatchcase(o.name, pattern) and not o.replaces and not o.observed]
+        results = [
+            o for o in graph.outputs if fnmatchcase(o.name, pattern) and not o.replaces and not o.observed
+        ]
         if not inputs and not results:
             known = ", ".join(i.name for i in graph.inputs[1:6])
-            raise LayoutError(f"pin {pattern!r} matches no parameter, buffer, input or output; names are {known}, ...")
+            raise LayoutError(
+                f"pin {pattern!r} matches no parameter, buffer, input or output; names are {known}, ..."
+            )
         for match in inputs:
             _check_pin(pattern, match.name, match.meta.shape, one, goal.size)
             if isinstance(one, Partial) and match.role is not Role.BATCH:
@@ -161,20 +170,18 @@ def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int) -> AxisG
         for match in results:
             _check_pin(pattern, match.name, match.meta.shape, one, goal.size)
             outputs[match.name] = one
-    return AxisGoal(goal.size, stored, used, free, outputs)
+    return replace(goal, stored=stored, used=used, free=free, outputs=outputs)
 
 
-def _check_pin(
-    pattern: str, name: str, shape: Sequence[int], one: Sbp, axis_size: int
-) -> None:
+def _check_pin(pattern: str, name: str, shape: Sequence[int], one: Sbp, axis_size: int) -> None:
     if not isinstance(one, Split):
         return
     if not -len(shape) <= one.dim < len(shape):
-        raise LayoutError(f"pin {pattern!r}: {name} has {len(shape)} dims {tuple(shape)}, {one} names dim {one.dim}")
+        raise LayoutError(
+            f"pin {pattern!r}: {name} has {len(shape)} dims {tuple(shape)}, {one} names dim {one.dim}"
+        )
     if not fits(shape[one.dim], one, axis_size):
         raise LayoutError(
             f"pin {pattern!r}: {name} has {shape[one.dim]} elements along dim {one.dim}; {one} over {axis_size} "
             f"ranks needs a multiple of {one.blocks * axis_size}"
         )
-
-

@@ -25,13 +25,15 @@ from ..compiler import (
 )
 from ..errors import CaptureError, FlowError, LayoutError, PlacementError
 from ..log import stage_logger
-from ..mesh import Placement, placement as make_placement
-from ..runtime.world import World, current_world, share_key
-from ..sbp.layout import NdSbp, Sbp
-from ..sbp.random_mode import RandomMode, draw_key, op_numbers
+from ..mesh import Placement
+from ..mesh import placement as make_placement
+from ..compiler import World, current_world, share_key
+from ..sbp.layout import Sbp
+from ..sbp.random_mode import draw_key
 from ..sbp.vocabulary import parse
+from .binding import Binding
+from .reference import Reference, live_state
 from .report import Report, compare
-from .reference import Reference
 from .store import Store
 
 _MANY_SIGNATURES = 8
@@ -85,6 +87,7 @@ class Step:
         self._compiled: dict[tuple, list[Compiled]] = {}
         self._last: Compiled | None = None
         self._observed: dict[Compiled, Compiled] = {}
+        self._bindings: dict[Compiled, Binding] = {}
 
     # --- what a user calls -------------------------------------------------------------------------
 
@@ -94,18 +97,17 @@ class Step:
         return self._run(compiled, args, kwargs)[0]
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the function eagerly on this process, with the random numbers that the compiled step would draw.
+        """Runs the function eagerly, with the random numbers that the compiled step would draw.
 
-        With several ranks, state that is split is gathered for the call and cut again afterwards.
+        With several ranks, every one runs the whole batch, so all of them must call it; state that is split
+        is gathered for the call and cut again afterwards.
         """
-        world = self._world()
-        key = share_key(draw_key(), world, torch.device("cpu"))
+        key = share_key(draw_key(), self._world(), torch.device("cpu"))
         reference = Reference(self._subject, self._function)
-        if not any(isinstance(p, DTensor) for p in self._subject.params.values()):
-            with op_numbers(), RandomMode(key):
-                return self._function(*args, **kwargs)
+        if not any(isinstance(value, DTensor) for value in live_state(self._subject).values()):
+            return reference.call(key, args, kwargs)
         with reference.on_whole_state(write_back=True):
-            return reference.run(key, args, kwargs)
+            return reference.call(key, args, kwargs)
 
     def pin(self, pattern: str, sbp: Sbp | str | Sequence[Sbp]) -> Step:
         """Fixes how parameters, buffers, inputs or results lie; the plan fills in the rest.
@@ -129,7 +131,7 @@ class Step:
         return self
 
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
-        """The captured graph for these arguments; touches no memory beyond metadata, so meta models do too."""
+        """The captured graph for these arguments; reads no values, so meta models do."""
         return trace(self._function, self._subject, args, kwargs).graph
 
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
@@ -152,7 +154,11 @@ class Step:
         return compare(self, args, kwargs, steps)
 
     def text(self, stage: str = "plan") -> str:
-        """What a stage made of the step last called: "graph", "plan" or "program" (of this process' first rank)."""
+        """What a stage made of the step last called.
+
+        Args:
+            stage: "graph", "plan" or "program" (of this process' first rank).
+        """
         compiled = self._require()
         if stage == "graph":
             return compiled.plan.graph.text()
@@ -206,8 +212,8 @@ class Step:
         devices = self._devices(world)
         if self._device_type() == "meta":
             raise PlacementError(
-                f"{self._name} cannot run on meta parameters, which have no values; use {self._name}.capture(batch)"
-                " to look at its graph, or give the model memory with model.to_empty(device=...)"
+                f"{self._name} cannot run on meta parameters, which have no values; look at its graph with "
+                f"{self._name}.capture(batch), or give the model memory with model.to_empty(device=...)"
             )
         compiled = compile_step(
             self._function,
@@ -221,7 +227,7 @@ class Step:
             device=_device(devices),
             simulated=world.simulated,
         )
-        self._settle(compiled, world)
+        self._settle(compiled, self._bound(compiled).store)
         self._compiled.setdefault(key, []).append(compiled)
         if len(self._compiled) == _MANY_SIGNATURES:
             stage_logger("capture").warning(
@@ -231,27 +237,31 @@ class Step:
             )  # fmt: skip
         return compiled
 
-    def _settle(self, compiled: Compiled, world: World) -> None:
+    def _settle(self, compiled: Compiled, store: Store) -> None:
         """Brings parameters and state into the plan's storage, and begins state that does not exist yet."""
-        store = self._store(compiled, world)
-        layouts = compiled.plan.inputs
+        layouts, graph = compiled.plan.inputs, compiled.plan.graph
+        written = {one.replaces for one in graph.outputs}
         for name, slot in compiled.captured.slots.items():
-            if name in compiled.plan.graph.input_of and slot.role is not Role.GRAD and slot.get() is not None:
-                store.settle(slot, layouts[name])
+            if name in graph.input_of and slot.role is not Role.GRAD:
+                store.settle(slot, layouts[name], name in written)
         for name, (begins, index, key) in compiled.captured.initial.items():
             slot = compiled.captured.slots[name]
             param = self._subject.params[slot.of].detach()
-            meta = compiled.plan.graph.input_of[name].meta
+            meta = graph.input_of[name].meta
             local = param.to_local() if isinstance(param, DTensor) else param
             value = begins.value(index, key, local)
             if tuple(value.shape) == meta.shape or store.is_whole:
                 slot.put(value)
-                store.settle(slot, layouts[name])
+                store.settle(slot, layouts[name], True)
             else:
                 slot.put(store.wrapped(value, layouts[name], meta.shape))
 
-    def _store(self, compiled: Compiled, world: World) -> Store:
-        return Store(compiled.plan.placement, tuple(compiled.lowered.programs), world.simulated)
+    def _bound(self, compiled: Compiled) -> Binding:
+        """How a compiled step reads and writes the live objects."""
+        if compiled not in self._bindings:
+            device = _device(compiled.plan.placement)
+            self._bindings[compiled] = Binding(compiled, self._subject, self._world(), device)
+        return self._bindings[compiled]
 
     def _observed_form(self, compiled: Compiled) -> Compiled:
         """The same plan with programs that also give out the gradients."""
@@ -271,102 +281,9 @@ class Step:
         key: torch.Tensor | None = None,
     ) -> tuple[Any, dict[str, torch.Tensor]]:
         """One step; returns the user's result and whole observed outputs (if the programs give any)."""
-        world = self._world()
-        store = self._store(compiled, world)
-        inputs = self._inputs(compiled, store, world, args, kwargs, key)
-        results = compiled.engine.run(inputs)
-        return self._take(compiled, store, results)
-
-    def _inputs(
-        self,
-        compiled: Compiled,
-        store: Store,
-        world: World,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        key: torch.Tensor | None,
-    ) -> dict[int, list[torch.Tensor]]:
-        captured, planned = compiled.captured, compiled.plan
-        program = next(iter(compiled.lowered.programs.values()))
-        leaves = [x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, torch.Tensor)]
-        batch = dict(zip(captured.batch_names, leaves, strict=True))
-        inputs: dict[int, list[torch.Tensor]] = {rank: [] for rank in store.ranks}
-        device = _device(planned.placement)
-        for port in program.inputs:
-            layout = planned.inputs[port.name]
-            role = planned.graph.input_of[port.name].role
-            if role is Role.BATCH:
-                values = store.cut(batch[port.name].detach(), layout)
-                values = {rank: value.to(device) for rank, value in values.items()}
-            elif role is Role.RANDOM:
-                drawn = key if key is not None else draw_key()
-                values = dict.fromkeys(store.ranks, share_key(drawn, world, device))
-            elif role is Role.HYPER:
-                values = dict.fromkeys(store.ranks, self._hyper(port.name, planned))
-            elif role is Role.CONSTANT:
-                values = store.cut(planned.graph.constants[port.name].detach().to(device), layout)
-            else:
-                values = store.read(captured.slots[port.name], layout)
-                if port.donated and store.simulated:
-                    values = {rank: value.clone() for rank, value in values.items()}
-            for rank, value in values.items():
-                inputs[rank].append(value)
-        return inputs
-
-    def _hyper(self, name: str, planned: Plan) -> torch.Tensor:
-        for number, optimizer in enumerate(self._subject.optimizers):
-            for index, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    if self._subject.hyper_name(number, index, key) == name:
-                        dtype = planned.graph.input_of[name].meta.dtype
-                        return (
-                            value.detach()
-                            if isinstance(value, torch.Tensor)
-                            else torch.tensor(value, dtype=dtype)
-                        )
-        raise AssertionError(f"no hyper-parameter {name}")
-
-    def _take(
-        self, compiled: Compiled, store: Store, results: Mapping[int, Sequence[torch.Tensor]]
-    ) -> tuple[Any, dict[str, torch.Tensor]]:
-        captured, planned = compiled.captured, compiled.plan
-        program = next(iter(compiled.lowered.programs.values()))
-        outputs = {one.name: one for one in planned.graph.outputs}
-        taken = {
-            port.name: {rank: values[position] for rank, values in results.items()}
-            for position, port in enumerate(program.outputs)
-        }
-        own: dict[str, torch.Tensor] = {}
-        observed: dict[str, torch.Tensor] = {}
-        for name, values in taken.items():
-            one, layout = outputs[name], planned.outputs[name]
-            if not one.replaces:
-                target = observed if one.observed else own
-                target[name] = self._handed_out(store, values, layout, one.meta.shape, name)
-        for name, values in taken.items():
-            one = outputs[name]
-            if one.replaces:
-                store.write(captured.slots[one.replaces], planned.outputs[name], values, one.meta.shape)
-        for name in captured.cleared_grads:
-            captured.slots[name].put(None)
-        leaves = [None if name is None else own[name] for name in captured.result_names]
-        return pytree.tree_unflatten(leaves, captured.out_spec), observed
-
-    def _handed_out(
-        self,
-        store: Store,
-        values: Mapping[int, torch.Tensor],
-        layout: NdSbp,
-        shape: tuple[int, ...],
-        name: str,
-    ) -> torch.Tensor:
-        """A result as the user gets it: never memory that the next step will write."""
-        if store.simulated:
-            return store.joined(values, layout, name).clone()
-        local = next(iter(values.values()))
-        if store.placement.size == 1 or not shape:
-            return local.clone()
-        return store.wrapped(local.clone(), layout, shape)
+        bound = self._bound(compiled)
+        with torch.no_grad():
+            return bound.take(compiled.engine.run(bound.read(args, kwargs, key)))
 
 
 def _device(placement: Placement) -> torch.device:
@@ -390,10 +307,10 @@ def _leaf_signature(leaf: Any) -> Any:
     try:
         hash(leaf)
     except TypeError:
-        return id(leaf)
-    return leaf
+        return type(leaf), id(leaf)
+    return type(leaf), leaf  # 1, 1.0 and True are equal, but not the same step
 
 
 def _shapes(key: tuple) -> str:
     leaves = key[2]
-    return ", ".join(str(list(one[0])) if isinstance(one, tuple) and one else repr(one) for one in leaves)
+    return ", ".join(str(list(one[0])) if isinstance(one[0], tuple) else repr(one[1]) for one in leaves)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..runtime.world import share_key
+from ..compiler import share_key
 from ..sbp.random_mode import draw_key
 from .reference import Reference, live_state
 from .store import whole
@@ -143,7 +143,9 @@ class _Judge:
             quiet = value.abs() < _NOISE * scale
             self.quiet[name] = self.quiet[name] | quiet if name in self.quiet else quiet
 
-    def state(self, step: Step, got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    def state(
+        self, step: Step, got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+    ) -> None:
         subject = step._subject
         for name, value in expected.items():
             param = name if name in subject.params else name.rsplit(":", 1)[0]
@@ -174,5 +176,3 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _magnitude(value: torch.Tensor) -> float:
     return float(value.detach().double().abs().max()) if value.numel() else 0.0
-
-

@@ -46,8 +46,15 @@ def hoist_counts(graph: StepGraph) -> StepGraph:
 
 def _reduces_to_one(node: fx.Node) -> bool:
     outputs = metas_of(node)
-    return len(outputs) == 1 and outputs[0] is not None and outputs[0].numel == 1 and any(
-        meta is not None and meta.numel > 1 for source in node.all_input_nodes for meta in metas_of(source)
+    return (
+        len(outputs) == 1
+        and outputs[0] is not None
+        and outputs[0].numel == 1
+        and any(
+            meta is not None and meta.numel > 1
+            for source in node.all_input_nodes
+            for meta in metas_of(source)
+        )
     )
 
 
