@@ -1,9 +1,9 @@
 """The engine: every task of every rank that this process hosts is an actor.
 
-An actor fires when its input registers are full and the actors that it must come after are done. A register is
-free again as soon as the last of its readers has taken it. There is no other order, but for collectives: they
-fire in program order, the same on every rank. They block, so one order for all of them, whatever their axis, is
-what keeps data-driven firing from deadlock.
+An actor fires when its input registers are full and the actors that it must come after are done. A register
+is free again as soon as the last of its readers has taken it. There is no other order, but for collectives:
+they fire in program order, the same on every rank. They block, so one order for all of them, whatever their
+axis, is what keeps data-driven firing from deadlock.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class _Run:
         assert module is not None
         arguments = self._read(actor)
         try:
-            # The list holds the last references: the module empties it and drops each tensor after its last use.
+            # The list holds the last references: the module drops each tensor after its last use.
             results = module.forward(arguments)
         except Exception as error:
             error.add_note(self._origin(actor, error.__traceback__))
@@ -224,7 +224,7 @@ class _Run:
         return f"task {actor.task.name} ({actor.task.phase}) of rank {actor.rank}"
 
     def _origin(self, actor: _Actor, trace: TracebackType | None) -> str:
-        """Task, op, module and the user's line of what failed, from the line of generated code in the trace."""
+        """Task, op, module and the user's line of what failed, by the line of generated code in the trace."""
         module = actor.task.compute
         assert module is not None
         line, code = None, type(module).forward.__code__

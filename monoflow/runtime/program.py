@@ -48,7 +48,7 @@ class Task:
 
 
 def task_module(graph: fx.Graph) -> fx.GraphModule:
-    """A graph of placeholders as a task's function: a list of tensors, which it empties, to a list of tensors.
+    """A graph as a task's function: from a list of tensors, which it empties, to a list of tensors.
 
     Whoever hands over the only references so lets every tensor go after its last use inside the task.
     """

@@ -17,9 +17,12 @@ from ..compiler import (
     Role,
     StepGraph,
     Subject,
+    World,
     compile_step,
+    current_world,
     load,
     lower_step,
+    share_key,
     subject_of,
     trace,
 )
@@ -27,7 +30,6 @@ from ..errors import CaptureError, FlowError, LayoutError, PlacementError
 from ..log import stage_logger
 from ..mesh import Placement
 from ..mesh import placement as make_placement
-from ..compiler import World, current_world, share_key
 from ..sbp.layout import Sbp
 from ..sbp.random_mode import draw_key
 from ..sbp.vocabulary import parse

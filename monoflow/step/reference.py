@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from ..compiler import Subject
@@ -43,13 +43,16 @@ class Reference:
         self.grads: dict[str, torch.Tensor] = {}
 
     def run(self, key: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """One eager step with the random numbers of `key`; the optimizer's gradients are kept in `grads`."""
-        args, kwargs = pytree.tree_map_only(torch.Tensor, whole, (tuple(args), dict(kwargs)))
+        """`call`, which also keeps the gradients that the optimizers see in `grads`."""
         with ExitStack() as stack:
             for optimizer in self.subject.optimizers:
                 stack.callback(optimizer.register_step_pre_hook(self._note_grads).remove)
-            stack.enter_context(op_numbers())
-            stack.enter_context(RandomMode(key))
+            return self.call(key, args, kwargs)
+
+    def call(self, key: torch.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One eager step on the whole batch with the random numbers of `key`."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, whole, (tuple(args), dict(kwargs)))
+        with op_numbers(), RandomMode(key):
             return self.function(*args, **kwargs)
 
     def _note_grads(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -81,7 +84,7 @@ class Reference:
         copies: dict[int, torch.Tensor] = {}
         owners: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def copy(value: torch.Tensor) -> torch.Tensor:
+        def copy(value: Any) -> Any:
             if id(value) not in copies:
                 made = whole(value).detach().clone()
                 made = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
@@ -93,7 +96,8 @@ class Reference:
 
         with ExitStack() as stack:
             for module in subject.modules:
-                for held in (module._parameters, module._buffers):
+                groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for held in groups:
                     for key, value in held.items():
                         if value is not None:
                             stack.callback(held.__setitem__, key, value)
@@ -106,7 +110,10 @@ class Reference:
                 for value, made in owners:
                     _assign(value, made)
                     if isinstance(value, nn.Parameter):
-                        value.grad = made.grad
+                        grad = made.grad
+                        value.grad = (
+                            _cut_as(value, grad) if isinstance(value, DTensor) and grad is not None else grad
+                        )
 
     def _swap_optimizer(
         self, stack: ExitStack, optimizer: torch.optim.Optimizer, copy: Callable, write_back: bool
@@ -130,12 +137,14 @@ class Reference:
         stack.callback(restore)
 
 
+def _cut_as(value: DTensor, made: torch.Tensor) -> DTensor:
+    """A whole tensor, the same on every rank, cut as another one lies."""
+    return distribute_tensor(made.detach(), value.device_mesh, value.placements, src_data_rank=None)
+
+
 def _assign(value: torch.Tensor, made: torch.Tensor) -> None:
     """Copies a whole tensor into a live one, cut as that lies."""
     if isinstance(value, DTensor):
-        from torch.distributed.tensor import distribute_tensor
-
-        cut = distribute_tensor(made.detach(), value.device_mesh, value.placements, src_data_rank=None)
-        value.to_local().copy_(cut.to_local())
+        value.to_local().copy_(_cut_as(value, made).to_local())
     else:
         value.copy_(made)

@@ -1,8 +1,8 @@
 """Where the state lives between steps: in the user's own modules and optimizers, cut as the plan stores it.
 
-A tensor that the plan replicates stays the plain tensor it was. One that it splits becomes a DTensor under the
-same name (the same Parameter object), of which this rank holds its shard. In a simulation the modules keep
-whole tensors, which are cut before and joined after every step.
+A tensor that the plan replicates stays the plain tensor it was. One that it splits becomes a DTensor under
+the same name (the same Parameter object), of which this rank holds its shard. In a simulation the modules
+keep whole tensors, which are cut before and joined after every step.
 """
 
 from __future__ import annotations
@@ -45,20 +45,28 @@ class Store:
         """The hosted ranks' shards of a whole tensor (or of a DTensor, moved if it lies otherwise)."""
         if isinstance(tensor, DTensor):
             return {self.ranks[0]: self.moved(tensor, layout)}
+        if self.placement.size == 1 or _is_whole(layout):
+            return dict.fromkeys(self.ranks, tensor)
         mesh = self.placement.shape
         return {rank: shard(tensor, layout, mesh, self.placement.coordinate(rank)) for rank in self.ranks}
 
     def moved(self, tensor: DTensor, layout: NdSbp) -> torch.Tensor:
         """This rank's part of a DTensor under a layout."""
-        if from_placements(tensor.placements) == layout:
+        if self._lies_so(tensor, layout):
             return tensor.to_local()
-        whole = tensor.full_tensor()
-        return shard(
-            whole, layout, self.placement.shape, self.placement.coordinate(self.ranks[0])
-        ).contiguous()
+        own = self.placement.coordinate(self.ranks[0])
+        return shard(tensor.full_tensor(), layout, self.placement.shape, own).contiguous()
+
+    def _lies_so(self, tensor: DTensor, layout: NdSbp) -> bool:
+        same = from_placements(tensor.placements) == layout
+        return same and tensor.device_mesh == device_mesh(self.placement)
 
     def joined(self, values: Mapping[int, torch.Tensor], layout: NdSbp, name: str) -> torch.Tensor:
-        """The whole tensor from the shards of all ranks (a simulation). Raises RunError if replicas differ."""
+        """The whole tensor from the shards of all ranks (a simulation).
+
+        Raises:
+            RunError: replicas differ.
+        """
         by_coordinate = {self.placement.coordinate(rank): value for rank, value in values.items()}
         self._check_replicas(by_coordinate, layout, name)
         return unshard(by_coordinate, layout, self.placement.shape)
@@ -72,23 +80,28 @@ class Store:
             if first.shape != value.shape or not torch.equal(first.nan_to_num(), value.nan_to_num()):
                 worst = (first - value).abs().max().item() if first.shape == value.shape else float("nan")
                 raise RunError(
-                    f"{name} is {text(layout)}, but the replicas at {origin} and {coordinate} differ by {worst:g}"
+                    f"{name} is {text(layout)}, but the replicas at {origin} and {coordinate} "
+                    f"differ by {worst:g}"
                 )
 
     # --- live tensors ------------------------------------------------------------------------------
 
-    def settle(self, slot: Slot, layout: NdSbp) -> None:
-        """Brings a live tensor into the layout in which a plan stores it, for good."""
+    def settle(self, slot: Slot, layout: NdSbp, is_written: bool) -> None:
+        """Brings a live tensor into the layout in which a plan stores it, for good.
+
+        Args:
+            is_written: whether the step writes it. What it only reads stays as another step may have cut it.
+        """
         value = slot.get()
         if self.is_whole or value is None:
             return
         if isinstance(value, DTensor):
-            if from_placements(value.placements) == layout:
+            if not is_written or self._lies_so(value, layout):
                 return
-        elif all(isinstance(one, Broadcast) for one in layout):
+        elif _is_whole(layout):
             return
         local = self.cut(value.detach(), layout)[self.ranks[0]].clone()
-        if all(isinstance(one, Broadcast) for one in layout):
+        if _is_whole(layout):
             self.replace(slot, local)
         else:
             self.replace(slot, self.wrapped(local, layout, tuple(value.shape)))
@@ -115,32 +128,53 @@ class Store:
         """The hosted ranks' parts of a live tensor; the very memory where it is stored so."""
         value = slot.get()
         assert value is not None, f"{slot.name} is gone; the step was captured when it existed"
-        value = value.detach()
-        if isinstance(value, DTensor):
-            return {self.ranks[0]: self.moved(value, layout)}
-        return self.cut(value, layout)
+        return self.cut(value.detach(), layout)
+
+    def held(self, slot: Slot, layout: NdSbp) -> torch.Tensor | None:
+        """The memory that the next value of a live tensor can be written to, if it is stored so already."""
+        value = slot.get()
+        if value is None or self.simulated:
+            return None
+        if not isinstance(value, DTensor):
+            return value.detach() if self.is_whole or _is_whole(layout) else None
+        return value.to_local().detach() if self._lies_so(value, layout) else None
+
+    def is_in_place(self, slot: Slot, layout: NdSbp, values: Locals) -> bool:
+        """Whether the next value is already where it shall be: the program wrote the state that it read."""
+        held = self.held(slot, layout)
+        if held is None or slot.role is Role.GRAD:
+            return False
+        local = values[self.ranks[0]]
+        return held.data_ptr() == local.data_ptr() and held.shape == local.shape and held.numel() > 0
+
+    def pointers(self, slot: Slot | None) -> list[int]:
+        """The memory that a live tensor is in now."""
+        value = slot.get() if slot is not None else None
+        if value is None:
+            return []
+        local = value.to_local() if isinstance(value, DTensor) else value
+        return [local.untyped_storage().data_ptr()] if local.numel() else []
 
     def write(self, slot: Slot, layout: NdSbp, values: Locals, shape: tuple[int, ...]) -> None:
         """Puts the next value of a live tensor, in place where it is stored so already."""
         if self.simulated:
             slot.put(self.joined(values, layout, slot.name))
             return
-        local = next(iter(values.values()))
-        present = slot.get()
-        held = present.detach() if present is not None else None
-        if isinstance(held, DTensor) and from_placements(held.placements) == layout:
-            held = held.to_local()
-        if held is not None and not isinstance(held, DTensor) and held.shape == local.shape:
-            if slot.role is not Role.GRAD:
-                if held.data_ptr() != local.data_ptr() or held.numel() == 0:
-                    held.copy_(local)
-                return
-        split = not all(isinstance(one, Broadcast) for one in layout)
-        value = self.wrapped(local, layout, shape) if split and not self.is_whole else local
-        if isinstance(present, DTensor) or isinstance(value, DTensor):
+        local = values[self.ranks[0]]
+        held = self.held(slot, layout)
+        if held is not None and held.shape == local.shape and slot.role is not Role.GRAD:
+            held.copy_(local)
+            return
+        value = local if self.is_whole or _is_whole(layout) else self.wrapped(local, layout, shape)
+        if isinstance(slot.get(), DTensor) or isinstance(value, DTensor):
             self.replace(slot, value)
         else:
             slot.put(value)
+
+
+def _is_whole(layout: NdSbp) -> bool:
+    """Whether every rank holds the whole tensor."""
+    return all(isinstance(one, Broadcast) for one in layout)
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

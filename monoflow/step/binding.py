@@ -1,0 +1,186 @@
+"""How one compiled step is bound to live objects: where every input is read and every result goes.
+
+What does not change between steps is worked out once, so that a step is two loops and the engine's run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..compiler import Compiled, Input, Output, Role, Slot, Subject, World, share_key
+from ..sbp.layout import NdSbp
+from ..sbp.random_mode import draw_key
+from .store import Locals, Store
+
+
+class Call(NamedTuple):
+    """The tensors among one call's arguments, in order, and the hosted ranks' random key."""
+
+    tensors: Sequence[torch.Tensor]
+    key: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Where one output of the programs goes: into a live tensor, or out by name."""
+
+    output: Output
+    layout: NdSbp
+    slot: Slot | None
+
+
+class Binding:
+    """Reads the inputs of one compiled step from live objects, and puts its results.
+
+    Args:
+        world: the ranks of this job.
+        device: where this process' tensors live.
+    """
+
+    def __init__(self, compiled: Compiled, subject: Subject, world: World, device: torch.device) -> None:
+        self.compiled, self.subject, self.world, self.device = compiled, subject, world, device
+        self.store = Store(compiled.plan.placement, tuple(compiled.lowered.programs), world.simulated)
+        program = next(iter(compiled.lowered.programs.values()))
+        planned, slots = compiled.plan, compiled.captured.slots
+        self._roles = {planned.graph.input_of[port.name].role for port in program.inputs}
+        self._readers = [
+            self._reader(planned.graph.input_of[port.name], planned.inputs[port.name], port.donated)
+            for port in program.inputs
+        ]
+        outputs = {one.name: one for one in planned.graph.outputs}
+        self._targets = [
+            _Target(outputs[port.name], planned.outputs[port.name], slots.get(port.replaces))
+            for port in program.outputs
+        ]
+        written = {port.replaces for port in program.outputs}
+        self._stepped: list[Any] = [
+            optimizer
+            for optimizer in subject.optimizers
+            if any(
+                subject.name_of_param[id(param)] in written for param in subject.optimizer_params(optimizer)
+            )
+        ]
+
+    # --- inputs ------------------------------------------------------------------------------------
+
+    def read(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], key: torch.Tensor | None = None
+    ) -> dict[int, list[torch.Tensor]]:
+        """The tensors of every hosted rank's input ports.
+
+        Args:
+            key: what this step's random numbers derive from; drawn from torch's generator when left out.
+        """
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        drawn = draw_key() if key is None else key  # drawn even if unused: every step moves the generator on
+        if Role.RANDOM in self._roles:
+            drawn = share_key(drawn, self.world, self.device)
+        call = Call([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], drawn)
+        inputs: dict[int, list[torch.Tensor]] = {rank: [] for rank in self.store.ranks}
+        for reader in self._readers:
+            for rank, value in reader(call).items():
+                inputs[rank].append(value)
+        return inputs
+
+    def _reader(self, one: Input, layout: NdSbp, donated: bool) -> Callable[[Call], Locals]:
+        """How one input is read in every step."""
+        store, captured, device = self.store, self.compiled.captured, self.device
+        if one.role is Role.BATCH:
+            index = captured.batch_names.index(one.name)
+
+            def batch(call: Call) -> Locals:
+                cut = store.cut(call.tensors[index].detach(), layout)
+                return {rank: value.to(device) for rank, value in cut.items()}
+
+            return batch
+        if one.role is Role.RANDOM:
+            return lambda call: dict.fromkeys(store.ranks, call.key)
+        if one.role is Role.HYPER:
+            return self._hyper_reader(one)
+        if one.role is Role.CONSTANT:
+            constant = self.compiled.plan.graph.constants[one.name]
+            return lambda call: store.cut(constant.detach().to(device), layout)
+        slot = captured.slots[one.name]
+        if donated and store.simulated:  # the ranks share the whole tensor that the modules hold
+            return lambda call: {rank: value.clone() for rank, value in store.read(slot, layout).items()}
+        return lambda call: store.read(slot, layout)
+
+    def _hyper_reader(self, one: Input) -> Callable[[Call], Locals]:
+        """How a hyper-parameter is read; groups are looked up each time, `load_state_dict` makes new ones."""
+        ranks, dtype = self.store.ranks, one.meta.dtype
+        for number, optimizer in enumerate(self.subject.optimizers):
+            for index, group in enumerate(optimizer.param_groups):
+                for key in group:
+                    if self.subject.hyper_name(number, index, key) == one.name:
+
+                        def hyper(
+                            call: Call, optimizer: Any = optimizer, index: int = index, key: str = key
+                        ) -> Locals:
+                            value = optimizer.param_groups[index][key]
+                            given = isinstance(value, torch.Tensor)
+                            return dict.fromkeys(
+                                ranks, value.detach() if given else torch.tensor(value, dtype=dtype)
+                            )
+
+                        return hyper
+        raise AssertionError(f"no hyper-parameter {one.name}")
+
+    # --- results -----------------------------------------------------------------------------------
+
+    def take(self, results: Mapping[int, Sequence[torch.Tensor]]) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Puts the next values of live tensors; returns the user's result and whole observed outputs."""
+        captured = self.compiled.captured
+        own: dict[str, torch.Tensor] = {}
+        observed: dict[str, torch.Tensor] = {}
+        written: list[tuple[_Target, Locals]] = []
+        for position, target in enumerate(self._targets):
+            values = {rank: tensors[position] for rank, tensors in results.items()}
+            if target.slot is not None:
+                written.append((target, values))
+            else:
+                into = observed if target.output.observed else own
+                into[target.output.name] = self._handed_out(target, values)
+        self._write(written)
+        for name in captured.cleared_grads:
+            captured.slots[name].put(None)
+        for optimizer in self._stepped:
+            optimizer._opt_called = True  # torch's learning rate schedulers look for a step before theirs
+        leaves = [None if name is None else own[name] for name in captured.result_names]
+        return pytree.tree_unflatten(leaves, captured.out_spec), observed
+
+    def _handed_out(self, target: _Target, values: Locals) -> torch.Tensor:
+        """A result as the user gets it: never memory that the next step will write."""
+        store, shape = self.store, target.output.meta.shape
+        if store.simulated:
+            return store.joined(values, target.layout, target.output.name).clone()
+        local = next(iter(values.values())).clone()
+        if store.placement.size == 1 or not shape:
+            return local
+        return store.wrapped(local, target.layout, shape)
+
+    def _write(self, written: Sequence[tuple[_Target, Locals]]) -> None:
+        """Puts next values, none of which changes under the others' writes."""
+        store = self.store
+        moved = [
+            (target, values)
+            for target, values in written
+            if target.slot is not None and not store.is_in_place(target.slot, target.layout, values)
+        ]
+        # What is not there already is copied into live memory or becomes it, so it must not be live memory
+        # of another tensor: "previous" next to "current" parameters, or one gradient for two parameters.
+        taken = {pointer for target, _ in moved for pointer in store.pointers(target.slot)}
+        for target, values in moved:
+            assert target.slot is not None
+            for rank, value in values.items():
+                pointer = value.untyped_storage().data_ptr()
+                if pointer in taken:
+                    values[rank] = value.clone()
+                taken.add(pointer)
+        for target, values in moved:
+            assert target.slot is not None
+            store.write(target.slot, target.layout, values, target.output.meta.shape)
