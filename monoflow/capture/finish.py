@@ -58,7 +58,8 @@ def _lift_writes(
         node.replace_all_uses_with(value)
         graph.erase_node(node)
     output = graph.output_node()
-    results: list[Any] = [*output.args[0], *written]  # pyright: ignore[reportGeneralTypeIssues]
+    given: Any = output.args[0]
+    results: list[Any] = [*given, *written]
     for i, (_, _, observed) in enumerate(outputs):
         if observed and results[i].target is aten.clone.default:  # nothing is written any more
             results[i] = results[i].args[0]

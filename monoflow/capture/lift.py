@@ -171,18 +171,21 @@ def _lift_states(
                 add(param, key, fake_of(mode, value, device))
     fakes = [lifted.fakes[subject.name_of_param[id(param)]] for param in params]
     begins = initial_state(optimizer, params, fakes)
-    for (index, key), meta in begins.metas.items() if begins is not None else ():
+    if begins is None:
+        return
+    for (index, key), meta in begins.metas.items():
         lifted.initial[add(params[index], key, fake_of(mode, meta))] = (begins, index, key)
 
 
 def lift_constants(mode: FakeTensorMode, traced: fx.GraphModule, lifted: Lifted) -> None:
-    """Makes inputs, behind all others, of the real tensors that a traced step holds; each distinct one once."""
+    """Makes inputs, behind all others, of the real tensors that a traced step holds, each of them once."""
     graph = traced.graph
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     found: dict[int, fx.Node] = {}
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         value = getattr(traced, str(node.target))
         if isinstance(value, FakeTensor):  # a literal: its value travels along
+            assert value.constant is not None, node.target
             value = value.constant
         if id(value) not in found:
             name = f"constant:{len(found)}"

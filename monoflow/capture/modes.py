@@ -65,6 +65,17 @@ def logical_attention() -> Iterator[None]:
         library._destroy()
 
 
+@contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """Within: recurrent layers are plain ops; mkldnn's own has no fake form and fits no other device."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 class CaptureMode(TorchDispatchMode):
     """Annotates every traced node with its origin and refuses what one graph cannot hold.
 
@@ -91,7 +102,7 @@ class CaptureMode(TorchDispatchMode):
         self.in_update = False
         self._is_user: dict[str, bool] = {}
         self._origins: dict[int, NodeInfo] = {}
-        self._last_number = torch._C._autograd._get_sequence_nr() - 1
+        self._last_number = _sequence_number() - 1
 
     # --- where we are ------------------------------------------------------------------------------
 
@@ -151,7 +162,7 @@ class CaptureMode(TorchDispatchMode):
         if in_backward and not torch.is_grad_enabled():
             return self._backward_origin()
         # An op that autograd follows has just taken a number; any other leaves the last one standing.
-        number = torch._C._autograd._get_sequence_nr() - 1
+        number = _sequence_number() - 1
         fresh = number > self._last_number
         self._last_number = max(number, self._last_number)
         phase = Phase.BACKWARD if in_backward else Phase.FORWARD
@@ -173,12 +184,15 @@ class CaptureMode(TorchDispatchMode):
 
     def place(self, info: NodeInfo) -> str:
         """The end of a message: the line, the module, and the line of the step that led there."""
-        where = f"at {info.source}" if info.source else "in the backward pass"
+        source = self.source_line()
+        where = f"at {source}"
+        if info.phase is Phase.BACKWARD and info.source not in ("", source):
+            where += f", in the gradient of {info.source}"
         if info.module:
             where += f" (in module {info.module!r})"
         for frame in self.user_frames():
             line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-            if frame.f_code is self.step_code and line != info.source:
+            if frame.f_code is self.step_code and line != source:
                 where += f", called from {line}"
         return where
 
@@ -217,7 +231,7 @@ class CaptureMode(TorchDispatchMode):
             raise self._data_dependent(str(func), info) from None
 
     def refuse_read(self, method: str) -> None:
-        """Raises CaptureError for a method that takes a tensor's values to Python below torch's dispatcher."""
+        """Raises CaptureError for a method that takes values to Python past torch's dispatcher."""
         raise CaptureError(
             _read_message(f"takes a tensor's values to Python (.{method}())", self.place(self.origin()))
         )
@@ -233,9 +247,9 @@ class CaptureMode(TorchDispatchMode):
         if func in _READS_VALUE and not _is_known(args):
             if id(args[0]) in self.hypers and self.in_update:
                 raise CaptureError(
-                    f"the optimizer takes its learning rate to a Python number {self.place(info)}; in a captured "
-                    "step it is a tensor, so that it can change without a new capture. Use tensor arithmetic: "
-                    "param.sub_(lr * update)"
+                    f"the optimizer takes its learning rate to a Python number {self.place(info)}; in a "
+                    "captured step it is a tensor, so that it can change without a new capture. Use tensor "
+                    "arithmetic: param.sub_(lr * update)"
                 )
             raise CaptureError(_read_message(_READS_VALUE[func], self.place(info)))
         if func in _DATA_SIZED:
@@ -244,8 +258,8 @@ class CaptureMode(TorchDispatchMode):
             raise self._data_dependent("indexing with a boolean mask", info)
         if func._schema.is_mutable and args and id(args[0]) in self.hypers:
             raise CaptureError(
-                f"the step changes the learning rate {self.place(info)}; call the scheduler outside the step, "
-                "after it: train_step(batch); scheduler.step()"
+                f"the step changes the learning rate {self.place(info)}; call the scheduler outside the "
+                "step, after it: train_step(batch); scheduler.step()"
             )
         for value in _tensors(args, kwargs):
             if not isinstance(value, FakeTensor):
@@ -261,8 +275,8 @@ class CaptureMode(TorchDispatchMode):
             )
         if value.requires_grad:
             raise CaptureError(
-                f"a tensor of shape {tuple(value.shape)} that was computed from parameters before the step is "
-                f"used {self.place(info)}; compute it inside the step, or detach it"
+                f"a tensor of shape {tuple(value.shape)} that was computed from parameters before the step "
+                f"is used {self.place(info)}; compute it inside the step, or detach it"
             )
         given = [*zip(func._schema.arguments, args, strict=False)]
         given += [
@@ -278,6 +292,11 @@ class CaptureMode(TorchDispatchMode):
                     f"{self.place(info)}; make it a buffer of the model (module.register_buffer), or return "
                     "the new value from the step"
                 )
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to the next node."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _read_message(what: str, place: str) -> str:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
 from .functional import functionalize
@@ -119,8 +120,8 @@ def swapped(
             for key, value in values.items():
                 if group[key] is not value:
                     raise CaptureError(
-                        f"the step sets the optimizer's {key!r} (to {group[key]!r}); set it outside the step: "
-                        "train_step(batch), then the scheduler"
+                        f"the step sets the optimizer's {key!r} (to {group[key]!r}); set it outside the "
+                        "step: train_step(batch), then the scheduler"
                     )
     finally:
         optimizer.__dict__.clear()
@@ -132,8 +133,8 @@ def number_state_error(optimizer: torch.optim.Optimizer, key: str, before: Any, 
     change = f"{before!r}, then {value!r}" if before is not None and before != value else f"{value!r}"
     return CaptureError(
         f"{type(optimizer).__name__} keeps {key!r} as a Python {type(value).__name__} ({change}); a captured "
-        f"step carries tensors only. Keep it as a tensor, state[{key!r}] = torch.tensor({value!r}), and update "
-        "it with tensor ops, or make it a setting of the parameter group if it never changes"
+        f"step carries tensors only. Keep it as a tensor, state[{key!r}] = torch.tensor({value!r}), and "
+        "update it with tensor ops, or make it a setting of the parameter group if it never changes"
     )
 
 
@@ -235,23 +236,21 @@ def initial_state(
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise CaptureError(
-            f"{type(optimizer).__name__} evaluates the loss several times a step, as often as the values ask for; "
-            "one graph cannot hold that. Run this step eagerly, without flow.graph, or use another optimizer"
+            f"{type(optimizer).__name__} evaluates the loss as often in a step as the values ask for; one "
+            "graph cannot hold that. Run this step eagerly, without flow.graph, or use another optimizer"
         )
     position: dict[int, int] = {}
     alike: dict[tuple, int] = {}
-    traced_params, flat = [], []
-    for i, group in enumerate(group for group in optimizer.param_groups for _ in group["params"]):
-        param = params[i]
+    group_of = [number for number, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    for i, param in enumerate(params):
         if not optimizer.state.get(param) and param.requires_grad:
-            kind = (id(group), param.shape, param.stride(), param.dtype, param.device)
-            if kind not in alike:
-                alike[kind] = len(traced_params)
-                traced_params.append(param)
-                flat.append(fakes[i])
-            position[i] = alike[kind]
+            kind = (group_of[i], param.shape, param.stride(), param.dtype, param.device)
+            position[i] = alike.setdefault(kind, len(alike))
     if not position:
         return None
+    first = {at: i for i, at in reversed(position.items())}
+    traced_params = [params[first[at]] for at in range(len(alike))]
+    flat = [fakes[first[at]] for at in range(len(alike))]
     flat += [torch.empty_like(fake) for fake in flat]
     keys: list[tuple[int, str]] = []
 
@@ -273,7 +272,7 @@ def initial_state(
 def _first_values(
     optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor], flat: Sequence[torch.Tensor]
 ) -> list[dict[str, Any]]:
-    """The first value of every state in one update of `params`; `flat` is what stands for them, and gradients."""
+    """The first value of every state in one update; `flat` stands for the parameters and their gradients."""
     leaves = [fake.detach().requires_grad_() for fake in flat[: len(params)]]
     state = _FirstStates()
     for param, leaf, grad in zip(params, leaves, flat[len(params) :], strict=True):
@@ -282,7 +281,13 @@ def _first_values(
     # Numbers, as in an eager first step: some states start from the learning rate of that moment.
     hypers = [{k: float(v) for k, v in values.items()} for values in hyper_values(optimizer)]
     with swapped(optimizer, dict(zip(params, leaves, strict=True)), state, hypers, FusedUpdates):
-        optimizer.step()
+        try:
+            optimizer.step()
+        except DataDependentOutputException:
+            raise CaptureError(
+                f"the update of {type(optimizer).__name__} takes a tensor's value to Python (.item()), which "
+                "one graph cannot hold; use tensor arithmetic in it, or another optimizer"
+            ) from None
     for leaf in leaves:
         for key, value in state[leaf].firsts.items():
             if value is not None and not isinstance(value, torch.Tensor):

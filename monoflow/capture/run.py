@@ -17,12 +17,19 @@ from ..errors import CaptureError
 from ..graph.step_graph import Role
 from ..log import stage_logger
 from .lift import Arguments, Lifted, flatten
-from .modes import CaptureMode, logical_attention
+from .modes import CaptureMode, logical_attention, without_mkldnn
 from .optimizers import hyper_values, number_state_error, swapped
 from .subject import Subject
 from .swap import Snapshot, StandIns, holds_fake, put_stand_ins
 
 State = defaultdict[torch.Tensor, dict[str, Any]]
+
+
+def _copy_hooks(param: nn.Parameter, fake: torch.Tensor) -> None:
+    for hook in (param._backward_hooks or {}).values():
+        fake.register_hook(hook)
+    for hook in (param._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
+        fake.register_post_accumulate_grad_hook(hook)
 
 
 def _plain_states(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
@@ -101,7 +108,15 @@ class Run:
                 self._note_read(name) if read else self._note_clear(name)
 
         stand_ins = StandIns(self._stand_ins(values), on_grad, watch.refuse_read)
-        with self.mode, watch.module_stack(), logical_attention(), watch, stand_ins, torch.enable_grad():
+        with (
+            without_mkldnn(),
+            self.mode,
+            watch.module_stack(),
+            logical_attention(),
+            watch,
+            stand_ins,
+            torch.enable_grad(),
+        ):
             yield
 
     def _stand_ins(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -127,6 +142,7 @@ class Run:
             fake = values[name]
             fake.grad = values.get(f"{name}:grad")
             if fake.requires_grad:
+                _copy_hooks(subject.params[name], fake)
                 fake.register_post_accumulate_grad_hook(lambda _, name=name: self._note_read(name))
         states = [
             self._swap_optimizer(stack, number, values, watch) for number in range(len(subject.optimizers))
@@ -152,7 +168,9 @@ class Run:
         def on_step() -> Iterator[None]:
             for param, fake in replace.items():
                 if fake.grad is not None:
-                    self._observed[subject.name_of_param[id(param)]] = fake.grad.clone()
+                    name = subject.name_of_param[id(param)]
+                    _refuse_sparse(name, fake.grad)
+                    self._observed[name] = fake.grad.clone()
             with watch.update():
                 yield
 
@@ -255,7 +273,7 @@ class Run:
             raise number_state_error(optimizer, key, before, value)
 
     def _refuse_leftovers(self, swapped_in: Snapshot, lifted: Sequence[torch.Tensor]) -> None:
-        """A fake tensor stored on a module or optimizer would outlive the capture; a number would stand still."""
+        """A fake tensor stored on a module or optimizer would outlive the capture, a number stand still."""
         for one, key, value, before in swapped_in.changes():
             if isinstance(one, torch.optim.Optimizer):
                 self._check_optimizer_attribute(one, key, value, before)
@@ -280,8 +298,9 @@ class Run:
                 )
             elif type(value) in (int, float) and type(before) in (int, float):
                 stage_logger("capture").warning(
-                    f"the step changes the Python number {key!r} of {name}, {where}, from {before!r} to {value!r}; "
-                    "a captured step keeps its first value. Make it a buffer if it should change every step"
+                    f"the step changes the Python number {key!r} of {name}, {where}, from {before!r} to "
+                    f"{value!r}; a captured step keeps its first value. Make it a buffer if it should change "
+                    "every step"
                 )
 
     def _check_optimizer_attribute(self, optimizer: Any, key: str, value: Any, before: Any) -> None:
@@ -289,6 +308,14 @@ class Run:
             return
         if holds_fake(value, ()) or type(value) in (int, float):
             raise number_state_error(optimizer, key, before, value)
+
+
+def _refuse_sparse(name: str, grad: torch.Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise CaptureError(
+            f"parameter {name!r} gets a sparse gradient; one graph holds dense ones only. "
+            "Build its embedding with sparse=False"
+        )
 
 
 def assignment_line(kind: type, attribute: str) -> str:

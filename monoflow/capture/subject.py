@@ -17,7 +17,7 @@ from .optimizers import static_values
 
 @dataclass(frozen=True)
 class Slot:
-    """One live tensor: how to read it and how to put its next value (in place where the shape is the same)."""
+    """One live tensor: how to read it and how to put its next value, in place where that fits."""
 
     name: str
     role: Role
@@ -92,8 +92,8 @@ class Subject:
                     if id(param) not in self.name_of_param:
                         raise CaptureError(
                             f"parameter {position} of group {number} of {type(optimizer).__name__}, shape "
-                            f"{tuple(param.shape)}, belongs to none of the {len(self.models)} models given to "
-                            "flow.graph; pass the module that owns it: @flow.graph(model, ..., optimizer)"
+                            f"{tuple(param.shape)}, belongs to none of the {len(self.models)} models given "
+                            "to flow.graph; pass the module that owns it: @flow.graph(model, ..., optimizer)"
                         )
 
     def optimizer_params(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -150,7 +150,7 @@ def _foreach(op: Any) -> Callable | None:
     return each
 
 
-def table() -> dict[Callable, Callable]:
+def table() -> dict[Any, Callable]:
     """The decompositions, by overload."""
     found: dict[Any, Callable] = dict(get_decompositions([op for op in _FROM_TORCH if op is not None]))
     found |= {

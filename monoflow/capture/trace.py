@@ -38,8 +38,8 @@ class Captured:
         cleared_grads: slots of gradients that exist before the step and are None after it.
         grads: the parameters that had a gradient when the step was captured.
         begins: states that the step itself creates (SGD with dampening starts with the first gradient).
-        batch_names: the input name of every tensor among the leaves of (args, kwargs), in order; the graph has
-            those that it uses.
+        batch_names: the input name of every tensor among the leaves of (args, kwargs), in order; the graph
+            has those that it uses.
     """
 
     graph: StepGraph

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import CaptureError
 from . import ops as _ops  # defines torch.ops.monoflow  # noqa: F401
@@ -40,7 +40,7 @@ def op_numbers() -> Iterator[None]:
 def next_op_number() -> int:
     """The number of the next random op."""
     # Drawn below every dispatch mode: numbering must not itself be traced or faked.
-    with torch.utils._python_dispatch._disable_current_modes():
+    with _disable_current_modes():
         return int(torch.randint(2**31, (), dtype=torch.int64))
 
 

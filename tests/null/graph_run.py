@@ -1,4 +1,4 @@
-"""Runs captured steps on one device from live models and optimizers, beside eager runs of the same function."""
+"""Runs captured steps on one device from live models and optimizers, beside eager runs of the same step."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from monoflow.capture.subject import subject_of
 from monoflow.errors import CaptureError
@@ -109,11 +109,30 @@ def draws_multinomial(x: torch.Tensor) -> torch.Tensor:
     return torch.multinomial(MODEL(x).softmax(-1), 1)  # LINE
 
 
+class LooksBack(torch.autograd.Function):
+    """A gradient that looks at values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return grad * grad.sum().item()  # LINE
+
+
+def looks_in_backward(x: torch.Tensor) -> torch.Tensor:
+    loss = LooksBack.apply(MODEL(x)).sum()  # pyright: ignore
+    loss.backward()
+    return loss
+
+
 READS = "torch.where or tensor arithmetic, or move this outside the step"
 SIZED = "use a mask with torch.where"
 FAILURES: list[tuple[Callable, str, str]] = [
     (branches, r"reads a tensor's value", READS),
     (takes_item, r"reads a tensor's value", READS),
+    (looks_in_backward, r"reads a tensor's value", READS),
     (takes_list, r"reads a tensor's value", READS),
     (takes_array, r"takes a tensor's values to Python \(.numpy\(\)\)", READS),
     (takes_float, r"reads a tensor's value", READS),
@@ -142,6 +161,7 @@ def test_refusals_name_the_line_and_the_way_out(function: Callable, what: str, a
     with pytest.raises(CaptureError, match=what) as error:
         trace(function, (MODEL,), X)
     message = str(error.value)
+    function = LooksBack.backward if function is looks_in_backward else function
     assert f"at {line_in(function)}" in message and advice in message, message
     assert error.value.__cause__ is None and error.value.__suppress_context__ == (
         error.value.__context__ is not None

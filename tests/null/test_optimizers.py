@@ -1,4 +1,4 @@
-"""Every optimizer in a captured step: its state and updates equal eager ones, its learning rate is an input."""
+"""Every optimizer in a captured step: updates and state equal eager ones, the learning rate is an input."""
 
 from __future__ import annotations
 
@@ -251,6 +251,26 @@ def test_a_learning_rate_taken_to_python_is_refused_at_its_line() -> None:
     step, things = training(of(RateToPython, lr=0.1))()
     line = Path(__file__).read_text().splitlines().index(" " * 16 + 'p.sub_(p.grad * float(group["lr"]))') + 1
     with pytest.raises(CaptureError, match=rf"learning rate.*{__file__}:{line}.*param.sub_"):
+        trace(step, things, *BATCHES[0])
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.EmbeddingBag(10, 3, mode="sum", sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(CaptureError, match=r"parameter 'weight' gets a sparse gradient.*sparse=False"):
+        trace(step, (model, optimizer), torch.ones(2, 3, dtype=torch.int64))
+
+
+def test_an_update_that_looks_at_values_is_refused() -> None:
+    step, things = training(of(torch.optim.Adafactor))()
+    with pytest.raises(CaptureError, match=r"the update of Adafactor takes a tensor's value to Python"):
         trace(step, things, *BATCHES[0])
 
 

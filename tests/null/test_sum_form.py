@@ -18,11 +18,11 @@ aten = torch.ops.aten
 
 #: Ops that divide by a size, or may. A loss is one only where its reduction is a mean (1).
 MEANS = {
-    aten.mean, aten.var, aten.std, aten.var_mean, aten.std_mean, aten.native_batch_norm, aten._native_batch_norm_legit,
+    aten.mean, aten.var, aten.std, aten.var_mean, aten.std_mean,
+    aten.native_batch_norm, aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_functional, aten.native_batch_norm_backward, aten._batch_norm_with_update,
-    aten._batch_norm_with_update_functional, aten.batch_norm_backward, aten.avg_pool2d,
+    aten._batch_norm_with_update_functional, aten.batch_norm_backward,
 }  # fmt: skip
-PER_SAMPLE = {aten.avg_pool2d}
 
 
 def hidden_means(graph: StepGraph) -> list[str]:
@@ -37,7 +37,7 @@ def hidden_means(graph: StepGraph) -> list[str]:
             else None
         )
         means = reduction is not None and (node.args[reduction] if reduction < len(node.args) else 1) == 1
-        if (packet in MEANS - PER_SAMPLE) or means:
+        if packet in MEANS or means:
             found.append(str(node.target))
     return found
 
@@ -63,7 +63,9 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bce": lambda x: F.binary_cross_entropy(x.sigmoid(), PROBABILITIES, weight=W),
     "bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, PROBABILITIES, pos_weight=W),
     "kl_div": lambda x: F.kl_div(x.log_softmax(-1), PROBABILITIES, reduction="batchmean"),
-    "kl_div-logs": lambda x: F.kl_div(x.log_softmax(-1), PROBABILITIES.log(), reduction="batchmean", log_target=True),
+    "kl_div-logs": lambda x: F.kl_div(
+        x.log_softmax(-1), PROBABILITIES.log(), reduction="batchmean", log_target=True
+    ),
     "cosine_embedding": lambda x: F.cosine_embedding_loss(x, X.flip(0), SIGNS),
     "triplet": lambda x: F.triplet_margin_loss(x, X.flip(0), X.roll(1, 0)),
     "margin_ranking": lambda x: F.margin_ranking_loss(x[:, 0], x[:, 1], SIGNS, margin=0.1),
