@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..compiler import share_key
+from ..compiler import Compiled, share_key
 from ..sbp.random_mode import draw_key
 from .reference import Reference, live_state
 from .store import whole
@@ -41,10 +41,12 @@ class Deviation:
 class Report:
     """How far a plan's run is from the one-device run, after `steps` steps from the same state.
 
-    Results deviate relative to their own magnitude (at least 1), gradients relative to the largest gradient of the
-    model, state relative to its magnitude (at least 1). Entries of parameters and state whose gradient was below
-    `noise` times the largest gradient in some step are left out and counted: an optimizer that divides by the
-    gradient's magnitude turns rounding noise there into full steps in any two correct runs.
+    Results deviate relative to their own magnitude (at least 1), gradients relative to the largest gradient
+    of the model, parameters and buffers relative to their magnitude (at least 1), optimizer state relative to
+    the largest entry of its kind (all momenta, say). Entries of parameters and state whose gradient was below
+    `noise` times the largest gradient in some step, and not exactly zero both ways, are left out and counted:
+    an optimizer that divides by the gradient's magnitude turns rounding noise there into full steps in any
+    two correct runs.
     """
 
     steps: int
@@ -76,7 +78,7 @@ _NOISE = 1e-5
 
 def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> Report:
     """Runs `steps` steps both ways and compares; the state is restored afterwards."""
-    step._compiled_for(args, kwargs)
+    compiled = step._compiled_for(args, kwargs)
     world = step._world()
     keys = [share_key(draw_key(), world, torch.device("cpu")) for _ in range(steps)]
     reference = Reference(step._subject, step._function)
@@ -87,7 +89,7 @@ def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: i
             expected.append((_tensors(result), dict(reference.grads)))
         final = reference.state()
     judge = _Judge()
-    before = _snapshot(step)
+    before = _Before(step, compiled)
     try:
         for key, (results, grads) in zip(keys, expected, strict=True):
             observed = step._observed_form(step._compiled_for(args, kwargs))
@@ -96,7 +98,7 @@ def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: i
             judge.grads({k.removesuffix(":observed_grad"): whole(v) for k, v in seen.items()}, grads)
         judge.state(step, reference.state(), final)
     finally:
-        _restore(step, before)
+        before.restore()
     return Report(steps, _NOISE, judge.deviations())
 
 
@@ -104,15 +106,30 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [whole(x).detach().clone() for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
-def _snapshot(step: Step) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in live_state(step._subject).items()}
+class _Before:
+    """The live state before a comparison: values, gradients, and which states do not exist yet."""
 
+    def __init__(self, step: Step, compiled: Compiled) -> None:
+        self.subject, self.slots = step._subject, compiled.captured.slots
+        self.values = {name: value.detach().clone() for name, value in live_state(step._subject).items()}
+        self.grads = [
+            (param, param.grad, None if param.grad is None else param.grad.detach().clone())
+            for param in step._subject.params.values()
+        ]
+        self.absent = [name for name in compiled.captured.begins if self.slots[name].get() is None]
 
-def _restore(step: Step, before: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in live_state(step._subject).items():
-            if name in before:
-                value.copy_(before[name])
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back."""
+        for name in self.absent:
+            self.slots[name].put(None)
+        for name, value in live_state(self.subject).items():
+            if name in self.values:
+                value.copy_(self.values[name])
+        for param, grad, value in self.grads:
+            param.grad = grad
+            if grad is not None and value is not None:
+                grad.copy_(value)
 
 
 class _Judge:
@@ -140,39 +157,50 @@ class _Judge:
         assert got.keys() == expected.keys(), f"gradients of {got.keys() ^ expected.keys()} are missing"
         for name, value in expected.items():
             self.note("gradient", name, _difference(got[name], value), scale)
-            quiet = value.abs() < _NOISE * scale
+            quiet = (value.abs() < _NOISE * scale) & ((value != 0) | (got[name] != 0))
             self.quiet[name] = self.quiet[name] | quiet if name in self.quiet else quiet
 
     def state(
         self, step: Step, got: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
     ) -> None:
-        subject = step._subject
+        params = step._subject.params
+        assert got.keys() == expected.keys(), f"states {got.keys() ^ expected.keys()} exist one way only"
+        scales: dict[str, float] = {}
         for name, value in expected.items():
-            param = name if name in subject.params else name.rsplit(":", 1)[0]
-            param = param if param in subject.params else param.partition(".")[2]
-            if name in subject.params:
-                kind = "parameter"
-            elif ":" in name:
-                kind = "optimizer state"
-            else:
-                kind = "buffer"
+            key = _state_key(name)
+            scales[key] = max(scales.get(key, 0.0), _magnitude(value))
+        for name, value in expected.items():
+            param, key = name, _state_key(name)
+            if key:
+                param = name.rsplit(":", 1)[0]
+                param = param if param in params else param.partition(".")[2]
             difference = _difference(got[name], value)
             quiet = self.quiet.get(param)
             left_out = 0
             if quiet is not None and quiet.shape == difference.shape:
                 left_out = int(quiet.sum())
                 difference = difference[~quiet]
-            self.note(kind, name, difference, max(1.0, _magnitude(value)), left_out)
+            kind = "optimizer state" if key else "parameter" if name in params else "buffer"
+            scale = (scales[key] or 1.0) if key else max(1.0, _magnitude(value))
+            self.note(kind, name, difference, scale, left_out)
 
     def deviations(self) -> tuple[Deviation, ...]:
         order = ("result", "gradient", "parameter", "buffer", "optimizer state")
         return tuple(self.found[kind] for kind in order if kind in self.found)
 
 
+def _state_key(name: str) -> str:
+    """Which state of a parameter this is ("exp_avg"); empty for parameters and buffers."""
+    return name.rsplit(":", 1)[1] if ":" in name else ""
+
+
 def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a - b; zero where both are the same infinity, or both are no number."""
     assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
-    return a.detach().double() - b.detach().double()
+    a, b = a.detach().double(), b.detach().double()
+    return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
 
 
 def _magnitude(value: torch.Tensor) -> float:
-    return float(value.detach().double().abs().max()) if value.numel() else 0.0
+    finite = value.detach().double().nan_to_num(0.0, 0.0, 0.0)
+    return float(finite.abs().max()) if value.numel() else 0.0
