@@ -39,15 +39,13 @@ __all__ = [
     "Slot",
     "StepGraph",
     "Subject",
-]
-__all__ += [
     "World",
     "compile_step",
     "current_world",
-    "share_key",
     "load",
     "lower_step",
     "plan",
+    "share_key",
     "subject_of",
     "trace",
 ]

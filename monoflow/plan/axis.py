@@ -1,42 +1,29 @@
 """One axis: the signature of every node at least total cost, around what is fixed.
 
-Choices are the signature of every op, the storage of parameters that a template leaves free, and, for a tensor
-that several ops read, the layout it is brought to for them. Costs are the work of every op and the move on every
-edge. `minimize` finds the best of all combinations.
+Choices are the signature of every op, the storage of parameters that a template leaves free, and, for a
+tensor that several ops read, the layout in which it is brought to them. Costs are the work of every op and
+the move on every edge. `minimize` finds the best of all combinations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import fx
 
 from ..boxing.route import axis_price
-from ..graph.step_graph import (
-    Phase,
-    Role,
-    StepGraph,
-    info_of,
-    is_getitem,
-    metas_of,
-    op_call,
-    source_of,
-    tensor_args,
-)
-from ..sbp.layout import B, Broadcast, Partial, Sbp, Split, fits
-from ..sbp.registry import OpRule, replicated
-from ..sbp.signature import OpCall, Signature, TensorMeta
+from ..graph.step_graph import Phase, Role, StepGraph, info_of, source_of
+from ..sbp.layout import B, Broadcast, Partial, Sbp, Split
+from ..sbp.registry import OpRule
+from ..sbp.signature import Signature, TensorMeta
 from .cost import DeviceCost, fraction, work
 from .eliminate import Factor, minimize
+from .options import Options, Outer, Value
 
 aten = torch.ops.aten
-
-#: One tensor of the graph: the node that computes it and which of its outputs it is.
-Value = tuple[fx.Node, int]
 
 #: ops that only prepare a parameter for the op that uses it
 PREPARES = {
@@ -44,9 +31,9 @@ PREPARES = {
     aten.unsqueeze.default, aten.clone.default, aten.mul.Scalar, aten.expand.default,
 }  # fmt: skip
 
-_MAX_FORMS = 3  # of one dim of one tensor
-_KEEP = 1e3  # times the price: a move off a split that a template wants kept
+_KEEP = 1e3  # times its price: a move off a split that a template wants kept
 _NEVER = 1e3  # seconds: what is not to be chosen if there is any other way
+_HAIR = 1e-13  # seconds a position: among equals the first is taken, on every machine
 
 
 @dataclass(frozen=True)
@@ -82,9 +69,9 @@ class AxisPlan:
         gathered: nodes that take an input whole which arrives split.
     """
 
-    signatures: dict[fx.Node, Signature]
-    stored: dict[str, Sbp]
-    outputs: dict[str, Sbp]
+    signatures: Mapping[fx.Node, Signature]
+    stored: Mapping[str, Sbp]
+    outputs: Mapping[str, Sbp]
     unruled: tuple[fx.Node, ...]
     cost: float
     exact: bool
@@ -92,7 +79,7 @@ class AxisPlan:
 
 
 class AxisProblem:
-    """The choices along one axis, given the signatures of the axes outside it."""
+    """The choices along one axis, given what the axes outside it chose."""
 
     def __init__(
         self,
@@ -102,412 +89,219 @@ class AxisProblem:
         device: DeviceCost,
         outer: Sequence[tuple[int, AxisPlan]] = (),
     ) -> None:
-        self.graph, self.goal, self.rules, self.device, self.outer = graph, goal, rules, device, tuple(outer)
-        self.names = {node: name for name, node in graph.placeholders.items()}
-        self.nodes = [node for node in graph.calls() if not is_getitem(node)]
-        self.sources = {node: [source_of(one) for one in tensor_args(node)] for node in self.nodes}
+        self.graph, self.goal, self.device = graph, goal, device
+        self.storages = {name: self._storages(name) for name in graph.input_of}
+        around = [Outer(size, plan.stored, plan.signatures) for size, plan in outer]
+        self.options = Options(graph, goal.size, self.storages, rules, around)
+        self.names = self.options.names
         self.uses: dict[Value, dict[fx.Node, list[int]]] = {}
-        for node in self.nodes:
-            for position, value in enumerate(self.sources[node]):
+        for node in self.options.nodes:
+            for position, value in enumerate(self.options.sources[node]):
                 self.uses.setdefault(value, {}).setdefault(node, []).append(position)
-        self.metas: dict[Value, TensorMeta | None] = {}
-        self.forms: dict[Value, set[Split]] = {}
-        self.prepared = self._prepared_params()
-        self.unruled: list[fx.Node] = []
-        self.options: dict[fx.Node, list[Signature]] = {}
-        for node in graph.placeholders.values():
-            self.metas[node, 0] = self._localized_meta(node, 0, outputs=True)
-            self.forms[node, 0] = {one for one in self._storages(node) if isinstance(one, Split)}
-        for node in self.nodes:
-            self.options[node] = self._options(node)
+        self.results: dict[Value, list[str]] = {}
+        for one, node in zip(graph.outputs, graph.results, strict=True):
+            if not one.observed:
+                self.results.setdefault(source_of(node), []).append(one.name)
+        self.replaced = {one.name: one.replaces for one in graph.outputs}
+        self.as_used = self._params_as_used()
+        self.variable: dict[fx.Node, int] = {}
         self.sizes: list[int] = []
         self.factors: list[Factor] = []
-        self.variable: dict[fx.Node, int] = {}
-        self.hubs: dict[Value, tuple[int, list[Sbp]]] = {}
-
-    # --- the search --------------------------------------------------------------------------------
+        self._prices: dict[tuple, float] = {}
 
     def solve(self) -> AxisPlan:
         """The best choice, and what follows from it."""
-        for node in self.graph.placeholders.values():
-            if self.names[node] in self.goal.free:
-                storages = self._storages(node)
-                self.variable[node] = self._add_variable([self._storage_cost(node, one) for one in storages])
-        for node in self.nodes:
-            self.variable[node] = self._add_variable([self._work(node, one) for one in self.options[node]])
-        for node in self.nodes:
-            for index in range(len(metas_of(node))):
-                self._connect((node, index))
-        for node in self.graph.placeholders.values():
-            self._connect((node, 0))
+        for name, node in self.graph.placeholders.items():
+            if name in self.goal.free:
+                costs = [self._storage_cost(name, one) for one in self.storages[name]]
+                self.variable[node] = self._add_variable(costs)
+        for node in self.options.nodes:
+            whole = work(node, self.device)
+            costs = [whole * fraction(one, self.goal.size) for one in self.options.of[node]]
+            self.variable[node] = self._add_variable(costs)
+        for value, meta in self.options.metas.items():
+            if meta is not None:
+                self._connect(value)
         found = minimize(self.sizes, self.factors)
-        chosen = {node: self.options[node][found.choices[self.variable[node]]] for node in self.nodes}
-        stored = {name: self._stored(name, found.choices) for name in self.graph.input_of}
-        return self._result(chosen, stored, found.choices, found.exact)
+        return self._plan(found.choices, found.exact)
+
+    # --- how inputs may be stored ------------------------------------------------------------------
+
+    def _storages(self, name: str) -> list[Sbp]:
+        """The layouts in which an input may be stored: the choices of the parameter that decides, or one."""
+        owner = self._owner(name)
+        if owner is None:
+            stem = name.rsplit(":", 1)[0]  # a gradient that the step leaves is stored as its parameter
+            otherwise = self.goal.stored.get(stem, B) if name not in self.graph.input_of else B
+            return [self.goal.stored.get(name, otherwise)]
+        follows = self._shape(name) == self._shape(owner)
+        return [one if follows else B for one in self.goal.free[owner]]
+
+    def _owner(self, name: str) -> str | None:
+        """The free parameter that decides how an input is stored; None if it is fixed."""
+        one = self.graph.input_of.get(name)
+        of = one.of if one is not None else name.rsplit(":", 1)[0]
+        return of if of in self.goal.free else None
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        one = self.graph.input_of.get(name)
+        return (one if one is not None else self.graph.input_of[name.rsplit(":", 1)[0]]).meta.shape
+
+    def _params_as_used(self) -> set[Value]:
+        """Parameters, and what the ops that only prepare them make of them, in forward and backward."""
+        params = {node for node, name in self.names.items() if self.graph.input_of[name].role is Role.PARAM}
+        found: set[Value] = {(node, 0) for node in params}
+        for node in self.options.nodes:
+            sources = self.options.sources[node]
+            if node.target in PREPARES and sources[0] in found and info_of(node).phase is not Phase.UPDATE:
+                found.add((node, 0))
+        return found
+
+    # --- factors -----------------------------------------------------------------------------------
 
     def _add_variable(self, costs: Sequence[float]) -> int:
         number = len(self.sizes)
         self.sizes.append(len(costs))
-        # A hair per position: among equals the first is taken, on every machine.
-        self.factors.append(((number,), np.array(costs) + 1e-13 * np.arange(len(costs))))
+        self.factors.append(((number,), np.array(costs) + _HAIR * np.arange(len(costs))))
         return number
 
-    # --- factors -----------------------------------------------------------------------------------
+    def _add_factor(self, first: int | None, second: int | None, table: Sequence[Sequence[float]]) -> None:
+        """A cost for every pair of choices; a side without a variable has one choice."""
+        array = np.array(table, dtype=float)
+        variables = tuple(one for one in (first, second) if one is not None)
+        if variables and array.any():
+            kept = array.reshape([self.sizes[one] for one in variables])
+            self.factors.append((variables, kept))
 
     def _connect(self, value: Value) -> None:
         """The cost of moving one tensor to where it is read."""
-        users = self.uses.get(value, {})
-        results = self._results_of(value)
-        if self._gives(value) == [B] or self.metas[value] is None:
-            users, results = {}, [name for name in results if self.replaced.get(name)]
-            if not results:
-                return
-        if value[0] in self.param_nodes or value in self.prepared:
+        users, results = self.uses.get(value, {}), self.results.get(value, [])
+        giver, given = self._giver(value)
+        if value in self.as_used:
             for user in users:
-                self._use_factor(value, user)
+                if info_of(user).phase is Phase.UPDATE:
+                    self._read_factor(giver, given, value, user)
+                else:
+                    self._use_factor(giver, given, value, user)
             return
-        if len(users) + len(results) > 1:
-            hub, layouts = self._hub(value)
-            for user in users:
-                self._edge(hub, layouts, value, user)
-            for name in results:
-                self._result_factor(hub, layouts, value, name)
-            return
-        source, given = self._giver(value)
+        if len(users) + len(results) > 1 and set(given) != {B}:
+            giver, given = self._hub(value)
         for user in users:
-            self._edge(source, given, value, user)
+            self._read_factor(giver, given, value, user)
         for name in results:
-            self._result_factor(source, given, value, name)
+            self._result_factor(giver, given, value, name)
+
+    def _giver(self, value: Value) -> tuple[int | None, list[Sbp]]:
+        """The variable that decides how a tensor comes (None: that is fixed), and the layouts by its choices."""
+        node, _ = value
+        if node.op != "placeholder":
+            return self.variable[node], self.options.given(value)
+        owner = self._owner(self.names[node])
+        number = self.variable[self.graph.placeholders[owner]] if owner is not None else None
+        return number, self.storages[self.names[node]]
 
     def _hub(self, value: Value) -> tuple[int, list[Sbp]]:
         """The layout in which a tensor with several readers is brought to them: a choice of its own."""
-        source, given = self._giver(value)
+        giver, given = self._giver(value)
         layouts: dict[Sbp, None] = dict.fromkeys([*given, B])
-        for user, positions in self.uses[value].items() if value in self.uses else ():
-            for one in self.options[user]:
-                layouts.update(
-                    dict.fromkeys(one.inputs[at] for at in positions if isinstance(one.inputs[at], Split))
+        for user, positions in self.uses.get(value, {}).items():
+            for one in self.options.of[user]:
+                layouts |= dict.fromkeys(
+                    one.inputs[at] for at in positions if isinstance(one.inputs[at], Split)
                 )
-        found = list(layouts)
-        hub = self._add_variable([0.0] * len(found))
-        self.hubs[value] = (hub, found)
-        self._add_factor(source, hub, [[self._price(value, a, b) for b in found] for a in given])
-        return hub, found
+        hub = self._add_variable([0.0] * len(layouts))
+        self._add_factor(giver, hub, [[self._price(value, a, b) for b in layouts] for a in given])
+        return hub, list(layouts)
 
-    def _edge(self, source: int | None, given: Sequence[Sbp], value: Value, user: fx.Node) -> None:
+    def _read_factor(self, giver: int | None, given: Sequence[Sbp], value: Value, user: fx.Node) -> None:
         positions = self.uses[value][user]
-        table = [
-            [
-                sum(self._price(value, a, b) for b in {one.inputs[at] for at in positions})
-                for one in self.options[user]
-            ]
-            for a in given
-        ]
-        self._add_factor(source, self.variable[user], table)
+        wanted = [tuple({one.inputs[at]: None for at in positions}) for one in self.options.of[user]]
+        table = [[sum(self._price(value, a, b) for b in layouts) for layouts in wanted] for a in given]
+        self._add_factor(giver, self.variable[user], table)
 
-    def _use_factor(self, value: Value, user: fx.Node) -> None:
-        """A parameter is used as the template says; any other use is possible, but never chosen without need."""
+    def _use_factor(self, giver: int | None, given: Sequence[Sbp], value: Value, user: fx.Node) -> None:
+        """A parameter is used as the template says; any other use is possible, but not chosen without need."""
         positions = self.uses[value][user]
-        source, given = self._giver(value)
-        if info_of(user).phase is Phase.UPDATE:
-            self._edge(source, given, value, user)
-            return
-        name = self.names.get(value[0])
-        used = self.goal.used.get(name) if name is not None else None
-        table = [
-            [
-                sum(self._use_price(value, used or a, one.inputs[at]) for at in positions)
-                for one in self.options[user]
-            ]
-            for a in given
-        ]
-        self._add_factor(source, self.variable[user], table)
+        used = self.goal.used.get(self.names.get(value[0], ""))
 
-    def _use_price(self, value: Value, used: Sbp, wanted: Sbp) -> float:
-        if used == wanted or used == B:
-            return 0.0
-        return _NEVER + self._price(value, used, wanted)
+        def price(a: Sbp, one: Signature) -> float:
+            source = used if used is not None else a
+            return sum(
+                0.0 if source in (B, one.inputs[at]) else _NEVER + self._price(value, source, one.inputs[at])
+                for at in positions
+            )
 
-    def _result_factor(self, source: int | None, given: Sequence[Sbp], value: Value, name: str) -> None:
+        table = [[price(a, one) for one in self.options.of[user]] for a in given]
+        self._add_factor(giver, self.variable[user], table)
+
+    def _result_factor(self, giver: int | None, given: Sequence[Sbp], value: Value, name: str) -> None:
         """What it costs to hand out an output, or to store it as the input that it replaces."""
-        replaced = self.replaced.get(name, "")
+        replaced = self.replaced[name]
         if replaced:
             owner = self._owner(replaced)
-            storages = self._storages(owner) if owner is not None else [self._storage_of(replaced)]
-            same = self._follows(replaced)
-            targets = [one if same else B for one in storages] if owner is not None else storages
-            table = [[self._price(value, a, b) for b in targets] for a in given]
-            number = self.variable.get(owner) if owner is not None else None
-            self._add_factor(source, number, table)
-            return
-        goal = self.goal.outputs.get(name)
-        costs = [
-            self._price(value, a, goal if goal is not None else B if isinstance(a, Partial) else a)
-            for a in given
-        ]
-        self._add_factor(source, None, [[cost] for cost in costs])
-
-    def _add_factor(self, first: int | None, second: int | None, table: Sequence[Sequence[float]]) -> None:
-        array = np.array(table, dtype=float)
-        if not array.any():
-            return
-        if first is None and second is None:
-            return
-        if first is None:
-            self.factors.append(((second,), array[0]))  # type: ignore[arg-type]
-        elif second is None:
-            self.factors.append(((first,), array[:, 0]))
+            number = self.variable[self.graph.placeholders[owner]] if owner is not None else None
+            targets = self._storages(replaced)
+            self._add_factor(giver, number, [[self._price(value, a, b) for b in targets] for a in given])
         else:
-            self.factors.append(((first, second), array))
+            self._add_factor(giver, None, [[self._price(value, a, self._handed_out(name, a))] for a in given])
 
-    # --- what values can be ------------------------------------------------------------------------
+    def _handed_out(self, name: str, given: Sbp) -> Sbp:
+        return self.goal.outputs.get(name, B if isinstance(given, Partial) else given)
 
-    @cached_property
-    def param_nodes(self) -> set[fx.Node]:
-        return {node for node, name in self.names.items() if self.graph.input_of[name].role is Role.PARAM}
+    # --- prices ------------------------------------------------------------------------------------
 
-    @cached_property
-    def replaced(self) -> dict[str, str]:
-        return {one.name: one.replaces for one in self.graph.outputs}
-
-    def _prepared_params(self) -> set[Value]:
-        """Parameters after the ops that only prepare them."""
-        found: set[Value] = set()
-        for node in self.nodes:
-            sources = self.sources[node]
-            if node.target in PREPARES and len(sources) == 1 and info_of(node).phase is not Phase.UPDATE:
-                if sources[0][0] in self.param_nodes or sources[0] in found:
-                    found.add((node, 0))
-        return found
-
-    def _results_of(self, value: Value) -> list[str]:
-        return self._result_names.get(value, [])
-
-    @cached_property
-    def _result_names(self) -> dict[Value, list[str]]:
-        found: dict[Value, list[str]] = {}
-        for one, node in zip(self.graph.outputs, self.graph.results, strict=True):
-            if not one.observed:
-                found.setdefault(source_of(node), []).append(one.name)
-        return found
-
-    def _gives(self, value: Value) -> list[Sbp]:
-        """The layouts in which a tensor can come, one per choice of what gives it."""
-        node, index = value
-        if node.op == "placeholder":
-            return self._storages(node)
-        return [one.outputs[index] for one in self.options[node]]
-
-    def _giver(self, value: Value) -> tuple[int | None, list[Sbp]]:
-        """The variable that decides how a tensor comes (None if it is fixed), and the layouts by its choices."""
-        node, _ = value
-        if node.op == "placeholder":
-            owner = self._owner(self.names[node])
-            if owner is not None:
-                same = self._follows(self.names[node])
-                return self.variable[owner], [one if same else B for one in self._storages(owner)]
-            return None, [self._storage_of(self.names[node])]
-        return self.variable[node], self._gives(value)
-
-    def _owner(self, name: str) -> fx.Node | None:
-        """The free parameter that decides how an input is stored; None if it is fixed."""
-        one = self.graph.input_of.get(name)
-        of = one.of if one is not None else name.rsplit(":", 1)[0]
-        owner = self.graph.placeholders.get(of) if of in self.goal.free else None
-        return owner if owner in self.variable else None
-
-    def _follows(self, name: str) -> bool:
-        """Whether an input (or a new gradient) is stored as its parameter: if it has its shape."""
-        one = self.graph.input_of.get(name)
-        if one is None:
-            return True
-        return one.of in self.graph.input_of and one.meta.shape == self.graph.input_of[one.of].meta.shape
-
-    def _storages(self, node: fx.Node) -> list[Sbp]:
-        name = self.names[node]
-        if name in self.goal.free:
-            return list(self.goal.free[name])
-        one = self.graph.input_of[name]
-        if one.of in self.goal.free and self._follows(name):
-            return list(self.goal.free[one.of])
-        return [self._storage_of(name)]
-
-    def _storage_of(self, name: str) -> Sbp:
-        if name in self.goal.stored:
-            return self.goal.stored[name]
-        stem = name.rsplit(":", 1)[0]  # a gradient that the step leaves is stored as its parameter
-        return self.goal.stored.get(stem, B) if name.endswith(":grad") else B
-
-    def _stored(self, name: str, choices: Sequence[int]) -> Sbp:
-        owner = self._owner(name)
-        if owner is None:
-            return self._storage_of(name)
-        return self._storages(owner)[choices[self.variable[owner]]] if self._follows(name) else B
-
-    # --- costs -------------------------------------------------------------------------------------
-
-    def _work(self, node: fx.Node, signature: Signature) -> float:
-        return work(node, self.device) * fraction(signature, self.goal.size)
-
-    def _storage_cost(self, node: fx.Node, layout: Sbp) -> float:
+    def _storage_cost(self, name: str, layout: Sbp) -> float:
         """A replica is kept and updated whole on every rank."""
         share = 1.0 / self.goal.size if isinstance(layout, Split) else 1.0
-        return 8.0 * self.graph.input_of[self.names[node]].meta.num_bytes * share / self.device.memory
+        return 8.0 * self.graph.input_of[name].meta.num_bytes * share / self.device.memory
 
     def _price(self, value: Value, source: Sbp, target: Sbp) -> float:
-        meta = self.metas[value]
-        if source == target or meta is None:
+        meta = self.options.metas[value]
+        key = (meta, source, target)
+        if key not in self._prices:
+            self._prices[key] = 0.0 if meta is None else self._move_price(meta, source, target)
+        return self._prices[key]
+
+    def _move_price(self, meta: TensorMeta, source: Sbp, target: Sbp) -> float:
+        if source == target:
             return 0.0
         if isinstance(source, Split) and isinstance(target, Partial):
             return _NEVER  # full-size zeros instead of a shard
         price = axis_price(source, target, meta, self.goal.size, self.device.link)
         return price * _KEEP if isinstance(source, Split) and self.goal.keep_splits else price
 
-    # --- options -----------------------------------------------------------------------------------
-
-    def _options(self, node: fx.Node) -> list[Signature]:
-        call = self._localized(node)
-        for index, meta in enumerate(call.outputs):
-            self.metas[node, index] = meta
-        found = {replicated(call): None}
-        rule = self.rules.get(node.target)  # type: ignore[arg-type]
-        if rule is None:
-            self.unruled.append(node)
-        else:
-            forms = [self._offered(value) for value in self.sources[node]]
-            for one in rule.signatures(call, self.goal.size, forms):
-                if self._is_sensible(node, one) and self._is_allowed(node, call, one):
-                    found.setdefault(one, None)
-        for index in range(len(call.outputs)):
-            self.forms[node, index] = {
-                one.outputs[index] for one in found if isinstance(one.outputs[index], Split)
-            }  # type: ignore[assignment]
-        return list(found)
-
-    def _offered(self, value: Value) -> list[Split]:
-        """The splits of a tensor that its users consider: for every dim the simplest few."""
-        count: dict[int, int] = {}
-        offered = []
-        for one in sorted(self.forms[value], key=lambda s: (s.blocks * s.unit, s)):
-            count[one.dim] = count.get(one.dim, 0) + 1
-            if count[one.dim] <= _MAX_FORMS:
-                offered.append(one)
-        return offered
-
-    def _is_sensible(self, node: fx.Node, signature: Signature) -> bool:
-        """Drops signatures in which only a partial is at work and nothing gives one (replicas may be kept as one)."""
-        layouts = list(zip(self.sources[node], signature.inputs, strict=True))
-        if any(isinstance(one, Split) for _, one in layouts):
-            return True
-        partials = [(value, one) for value, one in layouts if isinstance(one, Partial)]
-        return not partials or any(one in self._gives(value) for value, one in partials)
-
-    def _is_allowed(self, node: fx.Node, call: OpCall, signature: Signature) -> bool:
-        """Splits must fit; on a dim that an outer axis splits, both splits must be even."""
-        sides = ((call.inputs, signature.inputs, False), (call.outputs, signature.outputs, True))
-        for metas, layouts, is_output in sides:
-            for index, (meta, one) in enumerate(zip(metas, layouts, strict=True)):
-                if meta is None or not isinstance(one, Split):
-                    continue
-                if not fits(meta.shape[one.dim], one, self.goal.size):
-                    return False
-                nested = self._split_outside(node, index, is_output)
-                even = _is_even(meta.shape[one.dim], one, self.goal.size)
-                if one.dim in nested and not (nested[one.dim] and even):
-                    return False
-        return True
-
-    # --- what outer axes leave ---------------------------------------------------------------------
-
-    def _localized(self, node: fx.Node) -> OpCall:
-        """The call with every tensor as the outer axes cut it."""
-        call = op_call(node)
-        if not self.outer:
-            return call
-        metas = iter([self._localized_meta(node, i, outputs=False) for i in range(len(call.inputs))])
-        args, kwargs = _map_metas((call.args, dict(call.kwargs)), metas)
-        outputs = tuple(
-            None if meta is None else self._localized_meta(node, i, outputs=True)
-            for i, meta in enumerate(call.outputs)
-        )
-        return OpCall(call.op, args, kwargs, outputs)
-
-    def _localized_meta(self, node: fx.Node, index: int, *, outputs: bool) -> TensorMeta | None:
-        meta = metas_of(node)[index] if outputs else metas_of(tensor_args(node)[index])[0]
-        if meta is None:
-            return None
-        shape = list(meta.shape)
-        for size, one in self._outside(node, index, outputs):
-            if isinstance(one, Split) and _is_even(shape[one.dim], one, size):
-                shape[one.dim] //= size
-        return replace(meta, shape=tuple(shape))
-
-    def _split_outside(self, node: fx.Node, index: int, outputs: bool) -> dict[int, bool]:
-        """Dims that an outer axis splits, and whether evenly."""
-        if not self.outer:
-            return {}
-        meta = metas_of(node)[index] if outputs else metas_of(tensor_args(node)[index])[0]
-        assert meta is not None
-        shape, found = list(meta.shape), {}
-        for size, one in self._outside(node, index, outputs):
-            if isinstance(one, Split):
-                found[one.dim] = found.get(one.dim, True) and _is_even(shape[one.dim], one, size)
-                if found[one.dim]:
-                    shape[one.dim] //= size
-        return found
-
-    def _outside(self, node: fx.Node, index: int, outputs: bool) -> list[tuple[int, Sbp]]:
-        found = []
-        for size, plan in self.outer:
-            if node.op == "placeholder":
-                found.append((size, plan.stored[self.names[node]]))
-            else:
-                signature = plan.signatures[node]
-                found.append((size, (signature.outputs if outputs else signature.inputs)[index]))
-        return found
-
     # --- the answer --------------------------------------------------------------------------------
 
-    def _result(
-        self, chosen: dict[fx.Node, Signature], stored: dict[str, Sbp], choices: Sequence[int], exact: bool
-    ) -> AxisPlan:
+    def _plan(self, choices: Sequence[int], exact: bool) -> AxisPlan:
+        signatures = {
+            node: self.options.of[node][choices[self.variable[node]]] for node in self.options.nodes
+        }
+        stored = {name: self._stored(name, choices) for name in self.graph.input_of}
+
         def given(value: Value) -> Sbp:
             node, index = value
-            return stored[self.names[node]] if node.op == "placeholder" else chosen[node].outputs[index]
+            return stored[self.names[node]] if node.op == "placeholder" else signatures[node].outputs[index]
 
         outputs: dict[str, Sbp] = {}
         for one, node in zip(self.graph.outputs, self.graph.results, strict=True):
-            if one.replaces in stored:
-                outputs[one.name] = stored[one.replaces]
-            elif one.replaces:
-                outputs[one.name] = stored.get(one.replaces.rsplit(":", 1)[0], B)
+            if one.replaces:
+                outputs[one.name] = self._stored(one.replaces, choices)
             else:
-                comes = given(source_of(node))
-                outputs[one.name] = self.goal.outputs.get(
-                    one.name, B if isinstance(comes, Partial) else comes
-                )
-        gathered = [
-            node
-            for node in self.nodes
-            for value, wanted in zip(self.sources[node], chosen[node].inputs, strict=True)
+                outputs[one.name] = self._handed_out(one.name, given(source_of(node)))
+        gathered = {
+            node: None
+            for node, signature in signatures.items()
+            for value, wanted in zip(self.options.sources[node], signature.inputs, strict=True)
             if isinstance(given(value), Split) and isinstance(wanted, Broadcast)
-        ]
-        index = lambda v: choices[v]  # noqa: E731
-        cost = sum(float(table[tuple(map(index, variables))]) for variables, table in self.factors)
+        }
+        cost = sum(
+            float(table[tuple(choices[one] for one in variables)]) for variables, table in self.factors
+        )
         return AxisPlan(
-            chosen, stored, outputs, tuple(self.unruled), cost, exact, tuple(dict.fromkeys(gathered))
+            signatures, stored, outputs, tuple(self.options.unruled), cost, exact, tuple(gathered)
         )
 
-
-def _is_even(size: int, split: Split, axis_size: int) -> bool:
-    return size % (split.blocks * split.unit * axis_size) == 0
-
-
-def _map_metas(tree: object, metas: Iterable) -> object:
-    if isinstance(tree, TensorMeta):
-        return next(metas)  # type: ignore[call-overload]
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_map_metas(one, metas) for one in tree)
-    if isinstance(tree, dict):
-        return {key: _map_metas(one, metas) for key, one in tree.items()}
-    return tree
+    def _stored(self, name: str, choices: Sequence[int]) -> Sbp:
+        owner = self._owner(name)
+        position = choices[self.variable[self.graph.placeholders[owner]]] if owner is not None else 0
+        return self._storages(name)[position]

@@ -9,8 +9,8 @@ from torch import fx
 
 from ..boxing.route import LinkCost
 from ..graph.step_graph import is_getitem, metas_of, tensor_args
-from ..sbp.signature import Signature, TensorMeta
 from ..sbp.layout import Split
+from ..sbp.signature import Signature, TensorMeta
 
 aten = torch.ops.aten
 
@@ -20,6 +20,9 @@ _FREE = {
     aten.transpose.int, aten.t.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
 }  # fmt: skip
+
+
+_LINK = LinkCost(alpha=1e-6, beta=1e-10, launch=1e-5)
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class DeviceCost:
 
     flops: float = 1e12
     memory: float = 1e11
-    link: LinkCost = LinkCost(alpha=1e-6, beta=1e-10, launch=1e-5)
+    link: LinkCost = _LINK
 
 
 def work(node: fx.Node, device: DeviceCost) -> float:

@@ -1,8 +1,8 @@
 """Minimizing a sum of small tables exactly, one variable after the other (bucket elimination).
 
-The variables are choices, the tables the cost of combinations of two of them. Eliminating a variable adds up its
-tables and keeps, for every combination of its neighbours, the best it can do (Dechter, "Bucket elimination: a
-unifying framework for reasoning", 1999). A training step is a ladder of layers, so tables stay small. Where
+The variables are choices, the tables the cost of combinations of two of them. Eliminating a variable adds
+up its tables and keeps, for every combination of its neighbours, the best it can do (Dechter, "Bucket
+elimination: a unifying framework for reasoning", 1999). A training step is a ladder of layers, so tables stay small. Where
 one would not, its parts are minimized on their own (mini-buckets), which makes the result a good choice, not
 the best; `exact` says so.
 """
@@ -72,7 +72,7 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], largest: int = _LA
             del live[id(factor)]
         done.append((one, own))
         groups = _groups(own, one, sizes, largest)
-        exact = exact and len(groups) == 1 or (exact and len(groups) == 0)
+        exact = exact and len(groups) <= 1
         touched = {other for variables, _ in own for other in variables if other != one}
         for other in touched:
             neighbours[other].discard(one)

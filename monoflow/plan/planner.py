@@ -14,9 +14,9 @@ from ..mesh import Placement
 from ..sbp.layout import Sbp, Split
 from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
+from .axis import AxisPlan, AxisProblem
 from .cost import DeviceCost
 from .plan import Plan
-from .axis import AxisPlan, AxisProblem
 from .template import Pins, Template, apply_pins, parse
 
 log = stage_logger("plan")
@@ -160,7 +160,7 @@ def _replace(graph: fx.Graph, node: fx.Node, results: object) -> None:
     else:
         assert isinstance(results, (list, tuple))
         for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[user.args[1]])  # pyright: ignore
             graph.erase_node(user)
     graph.erase_node(node)
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from ..errors import LayoutError, PlanError
-from ..graph.step_graph import Input, Role, StepGraph, is_getitem, tensor_args
+from ..graph.step_graph import Input, Role, StepGraph, tensor_args
 from ..mesh import Placement
 from ..sbp.layout import B, NdSbp, Partial, Sbp, Split, fits
 from .axis import AxisGoal
@@ -43,7 +43,7 @@ def data(graph: StepGraph, axis_size: int, taken: Mapping[str, set[int]]) -> Axi
 
 
 def zero(graph: StepGraph, axis_size: int, taken: Mapping[str, set[int]]) -> AxisGoal:
-    """The batch is split; parameters, gradients and optimizer state too, gathered at use (Rajbhandari et al., 2020)."""
+    """The batch is split, and the state too, gathered at use (Rajbhandari et al., "ZeRO", 2020, stage 3)."""
     stored = _batch_split(graph)
     used: dict[str, Sbp] = {}
     for one in graph.inputs:
@@ -107,8 +107,6 @@ def _block_counts(graph: StepGraph) -> list[int]:
             part = node.meta["val"].shape[dim] if node.target is aten.slice.Tensor else 1
             if part and whole % part == 0:
                 counts.add(whole // part)
-        elif is_getitem(node):
-            continue
     return sorted(count for count in counts if 1 < count <= 8)
 
 
@@ -182,6 +180,6 @@ def _check_pin(pattern: str, name: str, shape: Sequence[int], one: Sbp, axis_siz
         )
     if not fits(shape[one.dim], one, axis_size):
         raise LayoutError(
-            f"pin {pattern!r}: {name} has {shape[one.dim]} elements along dim {one.dim}; {one} over {axis_size} "
-            f"ranks needs a multiple of {one.blocks * axis_size}"
+            f"pin {pattern!r}: {name} has {shape[one.dim]} elements along dim {one.dim}; {one} over "
+            f"{axis_size} ranks needs a multiple of {one.blocks * axis_size}"
         )

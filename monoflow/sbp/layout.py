@@ -8,6 +8,7 @@ chunks are uneven.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,7 +81,7 @@ def is_even(size: int, split: Split, axis_size: int) -> bool:
 
 
 def canonical(size: int, split: Split, axis_size: int) -> Split:
-    """The one name of this split: the smallest unit that gives the same shares, so that equal layouts compare equal."""
+    """The one name of this split: the smallest unit that gives the same shares."""
     if split.unit == 1:
         return split
     if is_even(size, split, axis_size):
@@ -191,7 +192,7 @@ def dim_runs(
         return ()
     breaks = (torch.diff(index) != 1).nonzero().flatten() + 1
     edges = [0, *breaks.tolist(), len(index)]
-    return tuple((int(index[a]), int(index[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False))
+    return tuple((int(index[a]), int(index[b - 1]) + 1) for a, b in itertools.pairwise(edges))
 
 
 def text(sbp: Sequence[Sbp]) -> str:
