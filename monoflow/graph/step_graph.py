@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ..errors import FlowError
 from ..sbp.signature import OpCall, TensorMeta
+from .serial import decode_graph, encode_graph
+
+_FORMAT = "monoflow step graph 1"
 
 
 class Role(StrEnum):
@@ -115,7 +123,7 @@ class StepGraph:
 
     def text(self) -> str:
         """The graph for people: roles, then one line a node with its shape, phase, module and source."""
-        lines = [f"StepGraph {self.name} ({self.source})"]
+        lines = [f"StepGraph {self.name} ({_short(self.source)})"]
         for one, node in zip(self.inputs, self.placeholders.values(), strict=True):
             lines.append(f"  %{node.name}: {one.meta} = {one.role} {one.name!r}")
         for node in self.calls():
@@ -124,12 +132,101 @@ class StepGraph:
             arguments = ", ".join(
                 [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
             )
-            where = " ".join(filter(None, (str(info.phase), info.module, info.source)))
+            where = " ".join(filter(None, (str(info.phase), info.module, _short(info.source))))
             lines.append(f"  %{node.name}: {shapes} = {op_name(node.target)}({arguments})  # {where}")
         for one, node in zip(self.outputs, self.results, strict=True):
             role = f"next {one.replaces!r}" if one.replaces else "observed" if one.observed else "result"
             lines.append(f"  return %{node.name} as {role} {one.name!r}")
         return "\n".join(lines)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the graph as JSON; the values of its constants, if it has any, to `path`.safetensors beside it."""
+        data = {
+            "format": _FORMAT,
+            "name": self.name,
+            "source": self.source,
+            "inputs": [{"name": one.name, "role": one.role, "of": one.of} for one in self.inputs],
+            "nodes": encode_graph(self.graph, lambda node: {"info": asdict(info_of(node))}),
+            "outputs": [
+                {"name": one.name, "node": node.name, "replaces": one.replaces, "observed": one.observed}
+                for one, node in zip(self.outputs, self.results, strict=True)
+            ],
+        }
+        if self.constants:
+            values = {
+                key: one.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for key, one in self.constants.items()
+            }
+            save_file(values, _constants_path(path))
+        Path(path).write_text(json.dumps(data, indent=1, allow_nan=False))
+
+    @staticmethod
+    def load(path: str | Path) -> StepGraph:
+        """Reads a saved graph. Nodes get fake tensors, constants their values.
+
+        Raises:
+            FlowError: the file is no saved graph, or one that this version or this torch does not understand.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            found = data["format"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise FlowError(f"{path} is not a saved step graph ({error})") from None
+        if found != _FORMAT:
+            raise FlowError(f"{path} has format {found!r}, this version reads {_FORMAT!r}; capture it again")
+        try:
+            return _built(data, _load_constants(path, data["inputs"]))
+        except FlowError as error:
+            raise FlowError(f"{path}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise FlowError(f"{path} is damaged: {type(error).__name__} {error}") from error
+
+
+def _constants_path(path: str | Path) -> Path:
+    return Path(f"{path}.safetensors")
+
+
+def _load_constants(path: str | Path, inputs: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    names = {one["name"] for one in inputs if one["role"] == Role.CONSTANT}
+    if not names:
+        return {}
+    beside = _constants_path(path)
+    try:
+        values = load_file(beside)
+    except (OSError, SafetensorError) as error:
+        raise FlowError(f"the values of its constants cannot be read from {beside} ({error})") from None
+    if values.keys() != names:
+        raise FlowError(f"{beside} holds constants {sorted(values)}, the graph has {sorted(names)}")
+    return values
+
+
+def _built(data: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) -> StepGraph:
+    def origin(record: Mapping[str, Any]) -> Mapping[str, Any]:
+        info = record["info"]
+        return {"info": NodeInfo(Phase(info["phase"]), info["module"], info["source"], info["sequence"])}
+
+    graph = decode_graph(data["nodes"], origin)
+    nodes = {node.name: node for node in graph.nodes}
+    results = tuple(nodes[one["node"]] for one in data["outputs"])
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    graph.output(results)
+    wheres = {
+        one["name"]: node.meta["val"].device for one, node in zip(data["inputs"], placeholders, strict=True)
+    }
+    return StepGraph(
+        graph,
+        tuple(
+            Input(one["name"], Role(one["role"]), meta_of(node.meta["val"]), one["of"])
+            for one, node in zip(data["inputs"], placeholders, strict=True)
+        ),
+        tuple(
+            Output(one["name"], meta_of(node.meta["val"]), one["replaces"], one["observed"])
+            for one, node in zip(data["outputs"], results, strict=True)
+        ),
+        data["name"],
+        data["source"],
+        {name: value.to(wheres[name]) for name, value in constants.items()},
+    )
 
 
 def info_of(node: fx.Node) -> NodeInfo:
@@ -199,6 +296,11 @@ def op_name(target: Any) -> str:
     return (
         str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
     )
+
+
+def _short(source: str) -> str:
+    """A "path:line" with the last two parts of its path."""
+    return "/".join(PurePath(source).parts[-2:])
 
 
 def _text(value: Any) -> str:

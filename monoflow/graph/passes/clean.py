@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import fx
 
 from ..rewrite import copied, finished
-from ..step_graph import StepGraph, metas_of
+from ..step_graph import StepGraph
 
 aten = torch.ops.aten
+
+_NO_IDENTIFIER = re.compile(r"\W", re.ASCII)
 
 _ALWAYS = {
     aten.detach.default,
@@ -19,7 +22,7 @@ _ALWAYS = {
     aten.lift_fresh.default,
     aten.lift_fresh_copy.default,
 }
-#: ops that pass their input on when shape and dtype stay; and which argument that is
+#: ops that pass their input on when nothing of it changes; and which argument that is
 _IF_SAME: dict[Callable, int] = {
     aten.copy.default: 1,
     aten.view.default: 0,
@@ -33,7 +36,7 @@ _IF_SAME: dict[Callable, int] = {
 
 
 def clean(graph: StepGraph) -> StepGraph:
-    """Removes aliases, copies and shape ops that change nothing."""
+    """Removes aliases, copies and shape ops that change nothing; calls placeholders after their inputs."""
     edited = copied(graph)
     for node in list(edited.nodes):
         if node.target is aten.cat.default:
@@ -42,26 +45,47 @@ def clean(graph: StepGraph) -> StepGraph:
         if source is not None:
             node.replace_all_uses_with(source)
             edited.erase_node(node)
+    placeholders = [node for node in edited.nodes if node.op == "placeholder"]
+    for one, node in zip(graph.inputs, placeholders, strict=True):
+        node._rename(_NO_IDENTIFIER.sub("_", one.name))
     return finished(graph, edited)
 
 
 def _drop_empty(node: fx.Node) -> None:
-    """torch lets a 1-D tensor of no elements stand in any cat; such a part adds nothing."""
+    """torch lets a 1-D tensor of no elements stand in any cat; such a part adds nothing but its dtype."""
     parts: Any = node.args[0]
-    kept = [part for part in parts if metas_of(part)[0].shape != (0,)]  # pyright: ignore
-    if kept and len(kept) < len(parts):
+    kept = [part for part in parts if part.meta["val"].shape != (0,)]
+    if len(kept) < len(parts) and any(part.meta["val"].dtype == node.meta["val"].dtype for part in kept):
         node.args = (kept, *node.args[1:])
 
 
 def _source(node: fx.Node) -> fx.Node | None:
+    """What the node only passes on, if it does."""
     if node.target in _ALWAYS:
         return node.args[0]  # pyright: ignore[reportReturnType]
-    if node.target is aten.cat.default and len(node.args[0]) == 1:  # pyright: ignore[reportArgumentType]
-        return node.args[0][0]  # pyright: ignore
+    if node.target is aten.cat.default:
+        parts: Any = node.args[0]
+        return parts[0] if len(parts) == 1 and _same(parts[0], node) else None
     position = _IF_SAME.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
-    if position is None:
-        return None
-    source = node.args[position]
-    if isinstance(source, fx.Node) and metas_of(source) == metas_of(node):
-        return source
-    return None
+    source = node.args[position] if position is not None else None
+    return source if isinstance(source, fx.Node) and _same(source, node) else None
+
+
+def _same(source: fx.Node, node: fx.Node) -> bool:
+    """Whether both are tensors of one shape, dtype, device and order of elements in memory."""
+    before, after = source.meta["val"], node.meta["val"]
+    return (
+        before.shape == after.shape
+        and before.dtype == after.dtype
+        and before.device == after.device
+        and _strides(before) == _strides(after)
+    )
+
+
+def _strides(value: torch.Tensor) -> list[int]:
+    """The strides that are ever taken."""
+    return [
+        stride
+        for stride, extent in zip(value.stride(), value.shape, strict=True)
+        if extent > 1 and value.numel()
+    ]
