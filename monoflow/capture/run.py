@@ -122,6 +122,7 @@ class Run:
     def _stand_ins(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The fakes by id of the real parameter or buffer."""
         stand_ins = {id(param): values[name] for name, param in self.subject.params.items()}
+        stand_ins |= {id(param): values[name] for name, param in self.subject.originals.items()}
         return stand_ins | {id(buffer): values[name] for name, buffer in self._buffers.items()}
 
     def _call(self, values: Mapping[str, torch.Tensor]) -> Any:
@@ -142,7 +143,7 @@ class Run:
             fake = values[name]
             fake.grad = values.get(f"{name}:grad")
             if fake.requires_grad:
-                _copy_hooks(subject.params[name], fake)
+                _copy_hooks(subject.originals.get(name, subject.params[name]), fake)
                 fake.register_post_accumulate_grad_hook(lambda _, name=name: self._note_read(name))
         states = [
             self._swap_optimizer(stack, number, values, watch) for number in range(len(subject.optimizers))

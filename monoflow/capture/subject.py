@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,17 +14,20 @@ from torch import nn
 from ..errors import CaptureError
 from ..graph.step_graph import Role
 from .optimizers import static_values
+from .swap import put_stand_ins
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One live tensor: how to read it and how to put its next value, in place where that fits."""
+    """One live tensor: how to read it, how to put its next value, in place where that fits, and how to put
+    another tensor object in its place."""
 
     name: str
     role: Role
     of: str
     get: Callable[[], torch.Tensor | None]
     put: Callable[[torch.Tensor | None], None]
+    replace: Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,59 @@ class Subject:
     def name_of_param(self) -> dict[int, str]:
         """Names of parameters by object identity."""
         return {id(param): name for name, param in self.params.items()}
+
+    @cached_property
+    def originals(self) -> dict[str, nn.Parameter]:
+        """By name: the user's own objects of replaced parameters; they hold no elements."""
+        return {}
+
+    def replace_param(self, name: str, value: torch.Tensor) -> None:
+        """Puts another tensor in a parameter's place, wherever modules and optimizers hold that.
+
+        References of the user's to the object it was go on to mean the parameter inside steps.
+        """
+        old = self.params[name]
+        new = nn.Parameter(value, old.requires_grad)
+        put_stand_ins(self.modules, {id(old): new})
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["params"][:] = [new if param is old else param for param in group["params"]]
+            if old in optimizer.state:
+                optimizer.state[new] = optimizer.state.pop(old)
+        if name not in self.originals:
+            self.originals[name] = old
+            old.data, old.grad = old.new_empty(0), None
+        self._forget()
+
+    def refresh(self) -> bool:
+        """Looks at the modules again; returns whether they are others, or hold parameters under other names.
+
+        A parameter in the place of another is known from then on.
+        """
+        if self._held() == self._known:
+            return False
+        modules, names = self.modules, list(self.params)
+        self._forget()
+        self.check()
+        same = len(modules) == len(self.modules) and all(map(operator.is_, modules, self.modules))
+        return not same or names != list(self.params)
+
+    def _forget(self) -> None:
+        for key in ("params", "name_of_param", "modules", "module_names", "_known"):
+            self.__dict__.pop(key, None)
+        self.refresh()
+
+    @cached_property
+    def _known(self) -> list[int]:
+        return self._held()
+
+    def _held(self) -> list[int]:
+        """The identities of all modules and parameters, as they hang together."""
+        held: list[int] = []
+        for module in self.modules:
+            held += map(id, module._modules.values())
+            held += map(id, module._parameters.values())
+        return held
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers by qualified name, each object once."""
@@ -114,7 +171,7 @@ class Subject:
         Which gradients and states exist is left out: `Captured.fits` decides on them.
         """
         return (
-            tuple((p.shape, p.dtype, p.requires_grad) for p in self.params.values()),
+            tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in self.params.values()),
             tuple((b.shape, b.dtype) for b in self.buffers().values()),
             tuple(module.training for module in self.modules),
             tuple(static_values(optimizer) for optimizer in self.optimizers),
@@ -127,21 +184,20 @@ class Subject:
     # --- slots -------------------------------------------------------------------------------------
 
     def param_slot(self, name: str) -> Slot:
-        param = self.params[name]
-
         def put(value: torch.Tensor | None) -> None:
             assert value is not None, name
-            _copy_into(param, value)
+            _copy_into(self.params[name], value)
 
-        return Slot(name, Role.PARAM, name, lambda: param, put)
+        def replace(value: torch.Tensor) -> None:
+            self.replace_param(name, value)
+
+        return Slot(name, Role.PARAM, name, lambda: self.params[name], put, replace)
 
     def grad_slot(self, name: str) -> Slot:
-        param = self.params[name]
-
         def put(value: torch.Tensor | None) -> None:
-            param.grad = value
+            self.params[name].grad = value
 
-        return Slot(f"{name}:grad", Role.GRAD, name, lambda: param.grad, put)
+        return Slot(f"{name}:grad", Role.GRAD, name, lambda: self.params[name].grad, put, put)
 
     def buffer_slot(self, name: str) -> Slot:
         index, _, rest = name.partition(".") if len(self.models) > 1 else ("0", "", name)
@@ -151,20 +207,25 @@ class Subject:
         def put(value: torch.Tensor | None) -> None:
             module._buffers[leaf] = _next_value(module._buffers[leaf], value)
 
-        return Slot(name, Role.BUFFER, "", lambda: module._buffers[leaf], put)
+        def replace(value: torch.Tensor) -> None:
+            module._buffers[leaf] = value
+
+        return Slot(name, Role.BUFFER, "", lambda: module._buffers[leaf], put, replace)
 
     def state_slot(self, optimizer: int, param: torch.Tensor, key: str) -> Slot:
-        owner = self.optimizers[optimizer]
+        owner, name = self.optimizers[optimizer], self.name_of_param[id(param)]
 
         def get() -> torch.Tensor | None:
-            return owner.state[param].get(key) if param in owner.state else None
+            held = self.params[name]
+            return owner.state[held].get(key) if held in owner.state else None
 
         def put(value: torch.Tensor | None) -> None:
-            owner.state[param][key] = _next_value(get(), value)
+            owner.state[self.params[name]][key] = _next_value(get(), value)
 
-        return Slot(
-            self.state_name(optimizer, param, key), Role.STATE, self.name_of_param[id(param)], get, put
-        )
+        def replace(value: torch.Tensor) -> None:
+            owner.state[self.params[name]][key] = value
+
+        return Slot(self.state_name(optimizer, param, key), Role.STATE, name, get, put, replace)
 
 
 def _next_value(present: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:
@@ -199,4 +260,5 @@ def subject_of(things: Sequence[Any]) -> Subject:
             )
     subject = Subject(tuple(models), tuple(optimizers))
     subject.check()
+    subject.refresh()
     return subject

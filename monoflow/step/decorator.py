@@ -45,6 +45,7 @@ def graph(
     *things: Any,
     placement: Placement | None = None,
     plan: str | None = None,
+    batch_stats: str = "global",
 ) -> Callable[[Callable], Step]:
     """Makes a step function a compiled step: captured once, planned over all devices, run as a program.
 
@@ -52,6 +53,10 @@ def graph(
         things: the modules and optimizers that the step uses.
         placement: the devices; all ranks of the job in one line when left out.
         plan: "data" (the default), "zero", "tensor", or one a axis as in "data x tensor".
+        batch_stats: batch norm in training takes its statistics over the "global" batch, the same on every
+            layout, or over the rows of a rank alone ("local", as DistributedDataParallel does; the running
+            statistics are the ranks' mean). "local" changes the numbers with the layout, so that `verify` is
+            not expected to hold.
 
     Returns:
         A decorator. The step is called as the function was, with the global batch.
@@ -64,10 +69,12 @@ def graph(
         raise CaptureError(
             "write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone"
         )
+    if batch_stats not in ("global", "local"):
+        raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
     subject = subject_of(things)
 
     def decorate(function: Callable) -> Step:
-        return Step(function, subject, placement, plan)
+        return Step(function, subject, placement, plan, batch_stats)
 
     return decorate
 
@@ -80,11 +87,16 @@ class Step:
     """
 
     def __init__(
-        self, function: Callable, subject: Subject, placement: Placement | None, plan: str | None
+        self,
+        function: Callable,
+        subject: Subject,
+        placement: Placement | None,
+        plan: str | None,
+        batch_stats: str = "global",
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._subject = function, subject
-        self._placement, self._plan_name = placement, plan
+        self._placement, self._plan_name, self._batch_stats = placement, plan, batch_stats
         self._pins: dict[str, tuple[Sbp, ...]] = {}
         self._compiled: dict[tuple, list[Compiled]] = {}
         self._last: Compiled | None = None
@@ -134,7 +146,7 @@ class Step:
 
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
         """The captured graph for these arguments; reads no values, so meta models do."""
-        return trace(self._function, self._subject, args, kwargs).graph
+        return trace(self._function, self._subject, args, kwargs, self._batch_stats).graph
 
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
         """Compiles for these arguments without running; returns the plan."""
@@ -207,6 +219,9 @@ class Step:
 
     def _compiled_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         world = self._world()
+        if self._subject.refresh():
+            for known in (self._compiled, self._observed, self._bindings):
+                known.clear()
         key = (world, *_argument_signature(args, kwargs), self._subject.signature())
         for found in self._compiled.get(key, ()):
             if found.captured.fits(self._subject):
@@ -228,6 +243,7 @@ class Step:
             ranks=world.hosted(devices),
             device=_device(devices),
             simulated=world.simulated,
+            batch_stats=self._batch_stats,
         )
         self._settle(compiled, self._bound(compiled).store)
         self._compiled.setdefault(key, []).append(compiled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -84,36 +85,38 @@ class Reference:
         copies: dict[int, torch.Tensor] = {}
         owners: list[tuple[torch.Tensor, torch.Tensor]] = []
 
+        originals = {id(subject.params[name]): param for name, param in subject.originals.items()}
+
         def copy(value: Any) -> Any:
             if id(value) not in copies:
                 made = whole(value).detach().clone()
-                made = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+                if id(value) in originals:  # to which the user may hold a reference
+                    original = originals[id(value)]
+                    original.data = made
+                    made = original
+                elif isinstance(value, nn.Parameter):
+                    made = nn.Parameter(made, value.requires_grad)
                 if isinstance(value, nn.Parameter) and value.grad is not None:
                     made.grad = whole(value.grad).detach().clone()
                 copies[id(value)] = made
                 owners.append((value, made))
             return copies[id(value)]
 
-        with ExitStack() as stack:
+        with ExitStack() as after, ExitStack() as stack:
+            after.callback(_empty, list(subject.originals.values()))
             for module in subject.modules:
                 groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
                 for held in groups:
                     for key, value in held.items():
                         if value is not None:
-                            stack.callback(held.__setitem__, key, value)
+                            stack.callback(operator.setitem, held, key, value)
                             held[key] = copy(value)
             for optimizer in subject.optimizers:
                 self._swap_optimizer(stack, optimizer, copy, write_back)
             yield
-        if write_back:
-            with torch.no_grad():
+            if write_back:
                 for value, made in owners:
                     _assign(value, made)
-                    if isinstance(value, nn.Parameter):
-                        grad = made.grad
-                        value.grad = (
-                            _cut_as(value, grad) if isinstance(value, DTensor) and grad is not None else grad
-                        )
 
     def _swap_optimizer(
         self, stack: ExitStack, optimizer: torch.optim.Optimizer, copy: Callable, write_back: bool
@@ -142,9 +145,19 @@ def _cut_as(value: DTensor, made: torch.Tensor) -> DTensor:
     return distribute_tensor(made.detach(), value.device_mesh, value.placements, src_data_rank=None)
 
 
+@torch.no_grad()
 def _assign(value: torch.Tensor, made: torch.Tensor) -> None:
-    """Copies a whole tensor into a live one, cut as that lies."""
+    """Copies a whole tensor and its gradient into a live one, cut as that lies."""
     if isinstance(value, DTensor):
         value.to_local().copy_(_cut_as(value, made).to_local())
     else:
         value.copy_(made)
+    if isinstance(value, nn.Parameter):
+        grad = made.grad
+        value.grad = _cut_as(value, grad) if isinstance(value, DTensor) and grad is not None else grad
+
+
+def _empty(params: Sequence[nn.Parameter]) -> None:
+    """Frees the memory of parameters whose values are kept elsewhere."""
+    for param in params:
+        param.data, param.grad = param.new_empty(0), None

@@ -1,8 +1,9 @@
 """Where the state lives between steps: in the user's own modules and optimizers, cut as the plan stores it.
 
-A tensor that the plan replicates stays the plain tensor it was. One that it splits becomes a DTensor under
-the same name (the same Parameter object), of which this rank holds its shard. In a simulation the modules
-keep whole tensors, which are cut before and joined after every step.
+A tensor that the plan replicates stays the plain tensor it was. In the place of one that it splits comes a
+DTensor, of which this rank holds its shard: in modules, optimizers and optimizer state alike. (It cannot be
+the same Parameter object: torch swaps no plain tensor with a DTensor. The old object keeps no memory.) In a
+simulation the modules keep whole tensors, which are cut before and joined after every step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..compiler import Role, Slot
 from ..errors import RunError
@@ -55,7 +56,7 @@ class Store:
         if self._lies_so(tensor, layout):
             return tensor.to_local()
         own = self.placement.coordinate(self.ranks[0])
-        return shard(tensor.full_tensor(), layout, self.placement.shape, own).contiguous()
+        return shard(whole(tensor), layout, self.placement.shape, own).contiguous()
 
     def _lies_so(self, tensor: DTensor, layout: NdSbp) -> bool:
         same = from_placements(tensor.placements) == layout
@@ -101,10 +102,7 @@ class Store:
         elif _is_whole(layout):
             return
         local = self.cut(value.detach(), layout)[self.ranks[0]].clone()
-        if _is_whole(layout):
-            self.replace(slot, local)
-        else:
-            self.replace(slot, self.wrapped(local, layout, tuple(value.shape)))
+        self._replace(slot, layout, local, tuple(value.shape))
 
     def wrapped(self, local: torch.Tensor, layout: NdSbp, shape: tuple[int, ...]) -> DTensor:
         """This rank's shard as a DTensor of global `shape`."""
@@ -114,15 +112,18 @@ class Store:
             local, mesh, to_placements(layout), run_check=False, shape=torch.Size(shape), stride=stride
         )
 
-    def replace(self, slot: Slot, value: torch.Tensor) -> None:
-        """Puts another tensor object in a slot. A parameter stays the same Python object."""
+    def _replace(self, slot: Slot, layout: NdSbp, local: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Puts another tensor object in a slot; a parameter's gradient comes along."""
         present = slot.get()
-        if slot.role is Role.PARAM:
-            assert present is not None
-            torch.utils.swap_tensors(present, nn.Parameter(value, requires_grad=present.requires_grad))
-        else:
-            slot.put(None)
-            slot.put(value)
+        grad = present.grad if slot.role is Role.PARAM and present is not None else None
+        slot.replace(self._stored(local, layout, shape))
+        now = slot.get()
+        if grad is not None and now is not None:
+            now.grad = self._stored(self.cut(grad, layout)[self.ranks[0]].clone(), layout, shape)
+
+    def _stored(self, local: torch.Tensor, layout: NdSbp, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor as modules and optimizers hold it: plain where it is whole, else a DTensor."""
+        return local if self.is_whole or _is_whole(layout) else self.wrapped(local, layout, shape)
 
     def read(self, slot: Slot, layout: NdSbp) -> Locals:
         """The hosted ranks' parts of a live tensor; the very memory where it is stored so."""
@@ -165,11 +166,10 @@ class Store:
         if held is not None and held.shape == local.shape and slot.role is not Role.GRAD:
             held.copy_(local)
             return
-        value = local if self.is_whole or _is_whole(layout) else self.wrapped(local, layout, shape)
-        if isinstance(slot.get(), DTensor) or isinstance(value, DTensor):
-            self.replace(slot, value)
+        if slot.get() is None or self.is_whole:
+            slot.put(self._stored(local, layout, shape))
         else:
-            slot.put(value)
+            self._replace(slot, layout, local, shape)
 
 
 def _is_whole(layout: NdSbp) -> bool:
@@ -188,4 +188,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def whole(value: torch.Tensor) -> torch.Tensor:
     """A tensor with all its elements, gathered if ranks hold parts of it."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    for axis in reversed(range(value.device_mesh.ndim)):  # torch warns of several axes at once
+        placements = list(value.placements)
+        placements[axis] = Replicate()
+        value = value.redistribute(placements=placements)
+    return value.to_local()
