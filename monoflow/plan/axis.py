@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import fx
 
 from ..boxing.route import axis_price
+from ..graph.passes.prepare import PREPARES
 from ..graph.step_graph import Phase, Role, StepGraph, info_of, source_of
 from ..sbp.layout import B, Broadcast, Partial, Sbp, Split
 from ..sbp.registry import OpRule
@@ -22,14 +22,6 @@ from ..sbp.signature import Signature, TensorMeta
 from .cost import DeviceCost, fraction, work
 from .eliminate import Factor, minimize
 from .options import Options, Outer, Value
-
-aten = torch.ops.aten
-
-#: ops that only prepare a parameter for the op that uses it
-PREPARES = {
-    aten.t.default, aten.transpose.int, aten.permute.default, aten._to_copy.default, aten.view.default,
-    aten.unsqueeze.default, aten.clone.default, aten.mul.Scalar, aten.expand.default,
-}  # fmt: skip
 
 _KEEP = 1e3  # times its price: a move off a split that a template wants kept
 _NEVER = 1e3  # seconds: what is not to be chosen if there is any other way
@@ -49,6 +41,7 @@ class AxisGoal:
         outputs: how outputs must be handed out, by name. An output that replaces an input is as stored.
         keep_splits: price a move off a split so high that it is made only where there is no other way. Then
             what is stored decides, not the size of the model: the smallest is laid out as the largest.
+        chose_storage: storage was a choice already, made before the axes were planned together.
     """
 
     size: int
@@ -57,6 +50,7 @@ class AxisGoal:
     free: Mapping[str, Sequence[Sbp]] = field(default_factory=dict)
     outputs: Mapping[str, Sbp] = field(default_factory=dict)
     keep_splits: bool = True
+    chose_storage: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +61,7 @@ class AxisPlan:
         cost: seconds of work and moves, as the choices were priced.
         exact: whether no other choice costs less.
         gathered: nodes that take an input whole which arrives split.
+        chose_storage: whether the storage of parameters was a choice.
     """
 
     signatures: Mapping[fx.Node, Signature]
@@ -76,6 +71,7 @@ class AxisPlan:
     cost: float
     exact: bool
     gathered: tuple[fx.Node, ...]
+    chose_storage: bool
 
 
 class AxisProblem:
@@ -192,7 +188,7 @@ class AxisProblem:
             self._result_factor(giver, given, value, name)
 
     def _giver(self, value: Value) -> tuple[int | None, list[Sbp]]:
-        """The variable that decides how a tensor comes (None: that is fixed), and the layouts by its choices."""
+        """The variable that decides how a tensor comes (None if fixed), and the layouts by its choices."""
         node, _ = value
         if node.op != "placeholder":
             return self.variable[node], self.options.given(value)
@@ -220,7 +216,7 @@ class AxisProblem:
         self._add_factor(giver, self.variable[user], table)
 
     def _use_factor(self, giver: int | None, given: Sequence[Sbp], value: Value, user: fx.Node) -> None:
-        """A parameter is used as the template says; any other use is possible, but not chosen without need."""
+        """A parameter is used as the template says; another use is possible, but not chosen without need."""
         positions = self.uses[value][user]
         used = self.goal.used.get(self.names.get(value[0], ""))
 
@@ -297,8 +293,9 @@ class AxisProblem:
         cost = sum(
             float(table[tuple(choices[one] for one in variables)]) for variables, table in self.factors
         )
+        chose = bool(self.goal.free) or self.goal.chose_storage
         return AxisPlan(
-            signatures, stored, outputs, tuple(self.options.unruled), cost, exact, tuple(gathered)
+            signatures, stored, outputs, tuple(self.options.unruled), cost, exact, tuple(gathered), chose
         )
 
     def _stored(self, name: str, choices: Sequence[int]) -> Sbp:

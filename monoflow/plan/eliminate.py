@@ -1,10 +1,10 @@
 """Minimizing a sum of small tables exactly, one variable after the other (bucket elimination).
 
-The variables are choices, the tables the cost of combinations of two of them. Eliminating a variable adds
-up its tables and keeps, for every combination of its neighbours, the best it can do (Dechter, "Bucket
-elimination: a unifying framework for reasoning", 1999). A training step is a ladder of layers, so tables stay small. Where
-one would not, its parts are minimized on their own (mini-buckets), which makes the result a good choice, not
-the best; `exact` says so.
+The variables are choices, the tables the cost of combinations of two of them. Eliminating a variable adds up
+its tables and keeps, for every combination of its neighbours, the best it can do (Dechter, "Bucket
+elimination: a unifying framework for reasoning", 1999). A training step is a ladder of layers, so tables stay
+small. Where one would not, its parts are minimized on their own (mini-buckets), which makes the result a good
+choice, not the best; `exact` says so.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class Options:
         return OpCall(call.op, args, kwargs, outputs), outer_in, outer_out
 
     def _cut(self, meta: TensorMeta | None, outer: Sequence[Sbp]) -> TensorMeta | None:
-        """The shape that outer axes leave. A dim that one splits unevenly stays whole: it is not split again."""
+        """The shape that outer axes leave; a dim split unevenly stays whole, as it is not split again."""
         if meta is None:
             return None
         shape = list(meta.shape)

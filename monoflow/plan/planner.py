@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
+from ..graph.passes.prepare import prepare_per_phase
 from ..graph.rewrite import copied, finished, insert_traced
 from ..graph.step_graph import StepGraph, metas_of, tensor_args
+from ..graph.verify import verify
 from ..log import stage_logger
 from ..mesh import Placement
 from ..sbp.layout import Sbp, Split
@@ -17,9 +20,11 @@ from ..sbp.rules import RULES
 from .axis import AxisPlan, AxisProblem
 from .cost import DeviceCost
 from .plan import Plan
-from .template import Pins, Template, apply_pins, parse
+from .template import Pins, Template, apply_pins, parse, zero
 
 log = stage_logger("plan")
+aten = torch.ops.aten
+_LOG_SOFTMAX = {aten._log_softmax.default, aten._log_softmax_backward_data.default}
 
 
 def plan_step(
@@ -42,16 +47,19 @@ def plan_step(
         PlanError, LayoutError: the template is unknown or a pin does not fit.
     """
     device = device or DeviceCost()
+    if any(template is zero for template in parse(name, placement)):
+        graph = verify(prepare_per_phase(graph), "prepare-per-phase")
     axes = _plan_axes(graph, placement, name, rules, pins or {}, device)
-    for _ in range(3):
-        expanded = _expand(graph, axes, rules)
-        if expanded is None:
-            break
-        other = _plan_axes(expanded, placement, name, rules, pins or {}, device)
-        if sum(one.cost for one in other) >= sum(one.cost for one in axes):
-            break
-        log.info("simpler forms of ops that would gather pay: %d nodes more", _size(expanded) - _size(graph))
-        graph, axes = expanded, other
+    improved = True
+    while improved:
+        improved = False
+        for names in _alternatives(graph, axes, rules):
+            expanded = _expand(graph, names, rules)
+            other = _plan_axes(expanded, placement, name, rules, pins or {}, device)
+            if sum(one.cost for one in other) < sum(one.cost for one in axes):
+                log.info("simpler forms of %s pay", ", ".join(sorted(names)))
+                graph, axes, improved = expanded, other, True
+                break
     return _joined(graph, placement, name, axes)
 
 
@@ -75,7 +83,7 @@ def _plan_axes(
                     taken.setdefault(key, set()).add(one.dim)
         goal = templates[axis](graph, size, taken)
         if axis in chosen:
-            goal = replace(goal, stored=chosen[axis], free={})
+            goal = replace(goal, stored=chosen[axis], free={}, chose_storage=True)
         goal = apply_pins(goal, graph, pins, axis)
         before = [(placement.shape[i], plan) for i, plan in enumerate(solved)]
         solved.append(AxisProblem(graph, goal, rules, device, before).solve())
@@ -106,25 +114,35 @@ def _chosen_storage(
     return chosen
 
 
-def _expand(graph: StepGraph, axes: Sequence[AxisPlan], rules: Mapping[Callable, OpRule]) -> StepGraph | None:
-    """The graph with ops that had to gather an input in their simpler form; None if there is none."""
-    names = {node.name for axis in axes for node in _whole_after_gather(axis) if _expansion(node, rules)}
-    if not names:
-        return None
+def _alternatives(
+    graph: StepGraph, axes: Sequence[AxisPlan], rules: Mapping[Callable, OpRule]
+) -> Iterator[set[str]]:
+    """Sets of nodes whose simpler forms may pay.
+
+    First those that run whole because a split had to be given up. Then, where weights are split, the
+    classifier's log-softmax: in simpler form the layer before it may stay split by the vocabulary.
+    """
+    whole = {node.name for axis in axes for node in _whole_after_gather(axis) if _expansion(node, rules)}
+    if whole:
+        yield whole
+    if any(axis.chose_storage for axis in axes):
+        loss = {node.name for node in graph.calls() if node.target in _LOG_SOFTMAX}
+        if loss and loss != whole:
+            yield loss
+
+
+def _expand(graph: StepGraph, names: set[str], rules: Mapping[Callable, OpRule]) -> StepGraph:
+    """The graph with some nodes in their simpler form."""
     edited = copied(graph)
     for node in list(edited.nodes):
         if node.name in names:
             function = _expansion(node, rules)
-            assert function is not None
+            assert function is not None, node
             results = insert_traced(
                 edited, node, _bound(function, node), (list(node.args), dict(node.kwargs))
             )
             _replace(edited, node, results)
     return finished(graph, edited)
-
-
-def _size(graph: StepGraph) -> int:
-    return len(graph.graph.nodes)
 
 
 def _whole_after_gather(axis: AxisPlan) -> set[fx.Node]:
