@@ -80,27 +80,35 @@ def compile_step(
     ranks: Sequence[int],
     device: torch.device,
     simulated: bool,
+    batch_stats: str = "global",
 ) -> Compiled:
     """Compiles one step function for one signature of its arguments.
 
     Args:
         ranks: the ranks of the placement that this process hosts: one, or all in a simulation.
         device: where this process' tensors live.
+        batch_stats: whether batch norm in training is over the "global" batch, or a rank's "local" rows.
     """
-    captured = trace(function, subject, args, kwargs)
+    captured = trace(function, subject, args, kwargs, batch_stats)
     planned = plan(captured, placement, plan_name, pins)
     lowered = lower_step(planned, ranks, device)
     return load(captured, lowered, simulated)
 
 
-def trace(function: Callable, subject: Subject, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+def trace(
+    function: Callable,
+    subject: Subject,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    batch_stats: str = "global",
+) -> Captured:
     """Captures the step and runs the graph passes."""
     log = stage_logger("capture")
     start = time.perf_counter()
     code = getattr(function, "__code__", None)
     source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     name = getattr(function, "__name__", "step")
-    captured = capture(function, subject, args, kwargs, name=name, source=source)
+    captured = capture(function, subject, args, kwargs, name=name, source=source, batch_stats=batch_stats)
     graph = verify(captured.graph, "capture")
     for key, one in PASSES.items():
         graph = verify(one(graph), key)

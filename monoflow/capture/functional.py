@@ -39,10 +39,12 @@ class _KeepOrigin(fx.Interpreter):
         return result
 
 
-def functionalize(traced: fx.GraphModule, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
+def functionalize(
+    traced: fx.GraphModule, fakes: Sequence[torch.Tensor], batch_stats: str = "global"
+) -> fx.GraphModule:
     """The same computation without writes, in sum form; a write to an input is one copy_ at the end."""
     traced.graph.eliminate_dead_code(_is_kept)
-    forms = table()
+    forms = table(batch_stats)
     with torch.no_grad():
         functional = torch.func.functionalize(_KeepOrigin(traced, forms).run, remove="mutations")
         return make_fx(functional, decomposition_table=forms)(*(fake.detach() for fake in fakes))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch._decomp import get_decompositions
 
+from .local_norm import local_forms
+
 aten = torch.ops.aten
 
 _FROM_TORCH = [
@@ -150,8 +152,8 @@ def _foreach(op: Any) -> Callable | None:
     return each
 
 
-def table() -> dict[Any, Callable]:
-    """The decompositions, by overload."""
+def table(batch_stats: str = "global") -> dict[Any, Callable]:
+    """The decompositions, by overload; with "local" `batch_stats`, batch norm stays an op of its own."""
     found: dict[Any, Callable] = dict(get_decompositions([op for op in _FROM_TORCH if op is not None]))
     found |= {
         aten.index_put.default: index_put,
@@ -170,4 +172,4 @@ def table() -> dict[Any, Callable]:
                 each = _foreach(op) if not overload.endswith("out") else None
                 if each is not None:
                     found[op] = each
-    return found
+    return found | local_forms(found) if batch_stats == "local" else found

@@ -73,6 +73,7 @@ def capture(
     *,
     name: str,
     source: str,
+    batch_stats: str = "global",
 ) -> Captured:
     """Captures one call of a step function as a StepGraph.
 
@@ -81,6 +82,7 @@ def capture(
 
     Args:
         name, source: how the step is called, and the "file:line" where it is defined.
+        batch_stats: whether batch norm in training is over the "global" batch, or a rank's "local" rows.
 
     Raises:
         CaptureError: the step does something that one graph cannot hold; the message names the line.
@@ -94,9 +96,8 @@ def capture(
         traced = make_fx(run)(*lifted.fakes.values())
         assert isinstance(traced, fx.GraphModule)
         lift_constants(mode, traced, lifted)
-        graph = step_graph(
-            functionalize(traced, list(lifted.fakes.values())), lifted, run.outputs, name, source
-        )
+        functional = functionalize(traced, list(lifted.fakes.values()), batch_stats)
+        graph = step_graph(functional, lifted, run.outputs, name, source)
     used = set(graph.input_of) | {output.replaces for output in graph.outputs} | set(run.cleared)
     return Captured(
         graph,

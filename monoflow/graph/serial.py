@@ -1,8 +1,8 @@
 """fx graphs as JSON and back: every value is tagged data, every target the name of a registered op.
 
 A plain JSON null, bool, number, string or list is itself; everything else is an object of one key that says
-what it is: `{"node": name}`, `{"float": "inf"}`, `{"dtype": "bfloat16"}`, `{"tensor": {...}}` (shape, strides,
-dtype and device; no values) and so on. Reading looks names up in tables, and evaluates nothing.
+what it is: `{"node": name}`, `{"float": "inf"}`, `{"dtype": "bfloat16"}`, `{"tensor": [shape, strides, dtype,
+device]}` (without values) and so on. Reading looks names up in tables, and evaluates nothing.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class StepGraph:
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
-        """Writes the graph as JSON; the values of its constants, if it has any, to `path`.safetensors beside it."""
+        """Writes the graph as JSON; constants' values, where it has any, to `path`.safetensors beside it."""
         data = {
             "format": _FORMAT,
             "name": self.name,

@@ -1,7 +1,7 @@
 """join-norms: the norm of the norms of many tensors becomes one root of one sum of squares.
 
-`clip_grad_norm_` takes a root per parameter, which is not linear: with sharded gradients every root would cost
-a collective of its own. The sum of squares costs one. Changes rounding, not the result.
+`clip_grad_norm_` takes a root per parameter, which is not linear: with sharded gradients every root would
+cost a collective of its own. The sum of squares costs one. Changes rounding, not the result.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ def join_norms(graph: StepGraph) -> StepGraph:
 
 
 def _is_full_norm(node: Any) -> bool:
-    """Whether the node is the 2-norm over all elements, in the tensor's own dtype."""
+    """Whether the node is the 2-norm over all elements of a real tensor, in the tensor's own dtype."""
     if not isinstance(node, fx.Node) or node.target is not _NORM:
+        return False
+    source: Any = node.args[0]
+    if source.meta["val"].is_complex():
         return False
     order = node.args[1] if len(node.args) > 1 else 2
     dims = node.args[2] if len(node.args) > 2 else None

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from ..registry import OpRule
 from . import (
     attention,
+    batch_norm,
     convolution,
     embedding,
     factory,
@@ -37,6 +38,7 @@ def _merge(*tables: Mapping[Callable, OpRule]) -> Mapping[Callable, OpRule]:
 
 RULES: Mapping[Callable, OpRule] = _merge(
     attention.RULES,
+    batch_norm.RULES,
     convolution.RULES,
     embedding.RULES,
     factory.RULES,
