@@ -2,7 +2,7 @@
 
 The one place where a layout changes the numbers, and only where `flow.graph(..., batch_stats="local")` asks
 for it: split along the batch, each rank normalizes by the mean and variance of its own rows. What leaves the
-op is still a plain global tensor in every layout: the statistics are the mean of the ranks', weighted by their
+op is a plain global tensor in every layout: the statistics are the mean of the ranks', weighted by their
 rows, and the backward op computes its own, so that none that differs between ranks is ever handed on.
 """
 
