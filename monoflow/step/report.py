@@ -78,7 +78,7 @@ _NOISE = 1e-5
 
 def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> Report:
     """Runs `steps` steps both ways and compares; the state is restored afterwards."""
-    compiled = step._compiled_for(args, kwargs)
+    compiled = step._last = step._compiled_for(args, kwargs)
     world = step._world()
     keys = [share_key(draw_key(), world, torch.device("cpu")) for _ in range(steps)]
     reference = Reference(step._subject, step._function)
