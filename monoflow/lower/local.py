@@ -60,16 +60,6 @@ def local_op(
     return (_RESHAPES.get(target, target), args, kwargs), outputs  # type: ignore[return-value]
 
 
-#: Functional fused updates and their in-place forms: the update writes the state it read.
-IN_PLACE: Mapping[Any, Any] = {
-    getattr(getattr(aten, name), overload): getattr(getattr(aten, f"{name}_"), overload)
-    for name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
-    if hasattr(aten, name)
-    for overload in ("default", "tensor_lr")
-    if overload in getattr(aten, name).overloads() and overload in getattr(aten, f"{name}_").overloads()
-}
-
-
 def update_in_place(op: Any, *lists: Any, **kwargs: Any) -> tuple[list[torch.Tensor], ...]:
     """Runs an in-place fused update and returns its lists, as the functional form would."""
     op(*lists, **kwargs)

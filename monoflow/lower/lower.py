@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from ..boxing.collectives import AxisMove, run_local
-from ..graph.step_graph import Role, metas_of, output_paths
+from ..graph.step_graph import metas_of, output_paths
 from ..plan.plan import Plan
 from ..runtime.program import Port, Program, Register, Task, task_module, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
-from .local import IN_PLACE, local_op, pick, update_in_place
+from .donate import IN_PLACE, Donations, donations, overwritten
+from .local import local_op, pick, update_in_place
 from .schedule import Box, LaidOut, Op, Schedule, schedule
 
 
@@ -42,7 +43,10 @@ def lower(
     """
     made = schedule(plan, observe)
     segments = _segments(made)
-    programs = {rank: _RankLowering(plan, made, segments, rules, rank, device).program() for rank in ranks}
+    given = donations(plan, made, [segment.items for segment in segments])
+    programs = {
+        rank: _RankLowering(plan, made, segments, given, rules, rank, device).program() for rank in ranks
+    }
     return Lowered(plan, programs, made)
 
 
@@ -98,33 +102,22 @@ class _RankLowering:
         plan: Plan,
         made: Schedule,
         segments: Sequence[_Segment],
+        given: Donations,
         rules: Mapping[Callable, OpRule],
         rank: int,
         device: torch.device,
     ) -> None:
         self.plan, self.made, self.segments, self.rules = plan, made, segments, rules
-        self.rank, self.device = rank, device
+        self.given, self.rank, self.device = given, rank, device
         self.mesh = plan.placement.shape
         self.coordinate = plan.placement.coordinate(rank)
         self.registers: list[Register] = []
         self.register_of: dict[LaidOut, int] = {}
-        self.readers: dict[LaidOut, list[int]] = {}
-        self.donated: set[LaidOut] = set()
 
     def program(self) -> Program:
         names = {node: name for name, node in self.plan.graph.placeholders.items()}
         for value in self.made.inputs:
             self._register(value)
-        self.last_reader = {
-            value: position for position, segment in enumerate(self.segments) for value in segment.reads
-        }
-        outputs = {value for _, value in self.made.outputs}
-        self.state = {
-            value
-            for value in self.made.inputs
-            if self.plan.graph.input_of[names[value.node]].role in (Role.PARAM, Role.STATE)
-            and value not in outputs
-        }
         tasks = [self._task(position, segment) for position, segment in enumerate(self.segments)]
         return verify(
             Program(
@@ -133,7 +126,7 @@ class _RankLowering:
                 tuple(tasks),
                 tuple(self.registers),
                 tuple(
-                    Port(names[one.node], self.register_of[one], donated=one in self.donated)
+                    Port(names[one.node], self.register_of[one], donated=one in self.given.values)
                     for one in self.made.inputs
                 ),
                 tuple(
@@ -154,18 +147,17 @@ class _RankLowering:
         reads = tuple(self.register_of[value] for value in segment.reads)
         box = segment.collective
         if box is not None:
-            for value in segment.reads:
-                self.readers.setdefault(value, []).append(position)
             target = self._register(box.target)
             name = f"{box.move.kind}:{box.source.name}"
             return Task(position, name, str(box.phase), reads, (target,), move=box.move)
-        body = _Body(self, position, segment)
-        module = body.build()
-        for value in segment.reads:
-            self.readers.setdefault(value, []).append(position)
+        module = _Body(self, segment).build()
         writes = tuple(self._register(value) for value in segment.writes)
         after = {
-            reader for value in body.donated for reader in self.readers.get(value, ()) if reader != position
+            reader
+            for item in segment.items
+            if isinstance(item, Op) and item.node in self.given.nodes
+            for value in overwritten(item)
+            for reader in self.given.readers[value]
         }
         phase = next((str(item.phase) for item in segment.items), "")
         first = next((item.node.name for item in segment.items if isinstance(item, Op)), "moves")
@@ -175,19 +167,17 @@ class _RankLowering:
 class _Body:
     """The fx module of one compute task on one rank."""
 
-    def __init__(self, owner: _RankLowering, position: int, segment: _Segment) -> None:
-        self.owner, self.position, self.segment = owner, position, segment
+    def __init__(self, owner: _RankLowering, segment: _Segment) -> None:
+        self.owner, self.segment = owner, segment
         self.graph = fx.Graph()
         self.env: dict[LaidOut, fx.Node] = {}
-        self.donated: list[LaidOut] = []
 
     def build(self) -> fx.GraphModule:
         for value in self.segment.reads:
             self.env[value] = self.graph.placeholder(f"r{self.owner.register_of[value]}")
-        uses = self._last_uses()
-        for number, item in enumerate(self.segment.items):
+        for item in self.segment.items:
             if isinstance(item, Op):
-                self._op(item, number, uses)
+                self._op(item)
             else:
                 self._local_move(item)
         self.graph.output([self.env[value] for value in self.segment.writes])
@@ -196,38 +186,17 @@ class _Body:
         )
         return task_module(self.graph)
 
-    def _last_uses(self) -> dict[LaidOut, int]:
-        return {value: number for number, item in enumerate(self.segment.items) for value in _reads(item)}
-
-    def _op(self, item: Op, number: int, uses: Mapping[LaidOut, int]) -> None:
+    def _op(self, item: Op) -> None:
         owner = self.owner
         arguments = [self.env[value] for value in item.inputs]
         (target, args, kwargs), _ = local_op(
             item, arguments, owner.rules, owner.mesh, owner.coordinate, owner.device
         )
-        if target in IN_PLACE and self._may_overwrite(item, number, uses):
+        if item.node in owner.given.nodes:
             target, args = update_in_place, (IN_PLACE[target], *args)
         result = self.graph.create_node("call_function", target, args, kwargs, name=item.node.name)
         for value, node in zip(item.outputs, pick(self.graph, result, output_paths(item.node)), strict=True):
             self.env[value] = node
-
-    def _may_overwrite(self, item: Op, number: int, uses: Mapping[LaidOut, int]) -> bool:
-        """Whether everything an in-place update writes is state that nothing reads any more."""
-        op = IN_PLACE[item.node.target]  # type: ignore[index]
-        flat, written = iter(item.inputs), []
-        for argument, given in zip(op._schema.arguments, item.node.args, strict=False):
-            values = [next(flat) for _ in given] if isinstance(given, (list, tuple)) else []  # type: ignore[union-attr]
-            if argument.alias_info is not None and argument.alias_info.is_write and argument.name != "grads":
-                written += values
-        owner = self.owner
-        free = all(
-            value in owner.state and uses[value] == number and owner.last_reader[value] == self.position
-            for value in written
-        )
-        if free:
-            owner.donated |= set(written)
-            self.donated += written
-        return free
 
     def _local_move(self, item: Box) -> None:
         owner, move = self.owner, item.move
