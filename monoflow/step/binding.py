@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..compiler import Compiled, Input, Output, Role, Slot, Subject, World, share_key
 from ..sbp.layout import NdSbp
 from ..sbp.random_mode import draw_key
-from .store import Locals, Store
+from .store import Locals, Store, is_whole
 
 
 class Call(NamedTuple):
@@ -106,9 +107,22 @@ class Binding:
             constant = self.compiled.plan.graph.constants[one.name]
             return lambda call: store.cut(constant.detach().to(device), layout)
         slot = captured.slots[one.name]
+        if not store.simulated and (store.is_whole or is_whole(layout)):
+            return self._whole_reader(slot, layout)
         if donated and store.simulated:  # the ranks share the whole tensor that the modules hold
             return lambda call: {rank: value.clone() for rank, value in store.read(slot, layout).items()}
         return lambda call: store.read(slot, layout)
+
+    def _whole_reader(self, slot: Slot, layout: NdSbp) -> Callable[[Call], Locals]:
+        """How a live tensor is read that this process stores whole, unless another step has split it."""
+        get, rank, cut = slot.get, self.store.ranks[0], self.store.cut
+
+        def whole(call: Call) -> Locals:
+            value = get()
+            assert value is not None, f"{slot.name} is gone; the step was captured when it existed"
+            return cut(value.detach(), layout) if isinstance(value, DTensor) else {rank: value}
+
+        return whole
 
     def _hyper_reader(self, one: Input) -> Callable[[Call], Locals]:
         """How a hyper-parameter is read; groups are looked up each time, `load_state_dict` makes new ones."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -105,11 +104,11 @@ class Reference:
         with ExitStack() as after, ExitStack() as stack:
             after.callback(_empty, list(subject.originals.values()))
             for module in subject.modules:
-                groups: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for held in groups:
+                holders: list[Any] = [module._parameters, module._buffers]
+                for held in holders:
                     for key, value in held.items():
                         if value is not None:
-                            stack.callback(operator.setitem, held, key, value)
+                            stack.callback(held.__setitem__, key, value)
                             held[key] = copy(value)
             for optimizer in subject.optimizers:
                 self._swap_optimizer(stack, optimizer, copy, write_back)

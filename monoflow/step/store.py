@@ -46,7 +46,7 @@ class Store:
         """The hosted ranks' shards of a whole tensor (or of a DTensor, moved if it lies otherwise)."""
         if isinstance(tensor, DTensor):
             return {self.ranks[0]: self.moved(tensor, layout)}
-        if self.placement.size == 1 or _is_whole(layout):
+        if self.placement.size == 1 or is_whole(layout):
             return dict.fromkeys(self.ranks, tensor)
         mesh = self.placement.shape
         return {rank: shard(tensor, layout, mesh, self.placement.coordinate(rank)) for rank in self.ranks}
@@ -99,7 +99,7 @@ class Store:
         if isinstance(value, DTensor):
             if not is_written or self._lies_so(value, layout):
                 return
-        elif _is_whole(layout):
+        elif is_whole(layout):
             return
         local = self.cut(value.detach(), layout)[self.ranks[0]].clone()
         self._replace(slot, layout, local, tuple(value.shape))
@@ -123,7 +123,7 @@ class Store:
 
     def _stored(self, local: torch.Tensor, layout: NdSbp, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor as modules and optimizers hold it: plain where it is whole, else a DTensor."""
-        return local if self.is_whole or _is_whole(layout) else self.wrapped(local, layout, shape)
+        return local if self.is_whole or is_whole(layout) else self.wrapped(local, layout, shape)
 
     def read(self, slot: Slot, layout: NdSbp) -> Locals:
         """The hosted ranks' parts of a live tensor; the very memory where it is stored so."""
@@ -137,15 +137,18 @@ class Store:
         if value is None or self.simulated:
             return None
         if not isinstance(value, DTensor):
-            return value.detach() if self.is_whole or _is_whole(layout) else None
+            return value.detach() if self.is_whole or is_whole(layout) else None
         return value.to_local().detach() if self._lies_so(value, layout) else None
 
     def is_in_place(self, slot: Slot, layout: NdSbp, values: Locals) -> bool:
         """Whether the next value is already where it shall be: the program wrote the state that it read."""
-        held = self.held(slot, layout)
-        if held is None or slot.role is Role.GRAD:
+        if slot.role is Role.GRAD or self.simulated:
             return False
-        local = values[self.ranks[0]]
+        held, local = slot.get(), values[self.ranks[0]]
+        if isinstance(held, DTensor):
+            held = self.held(slot, layout)
+        if held is None:
+            return False
         return held.data_ptr() == local.data_ptr() and held.shape == local.shape and held.numel() > 0
 
     def pointers(self, slot: Slot | None) -> list[int]:
@@ -172,7 +175,7 @@ class Store:
             self._replace(slot, layout, local, shape)
 
 
-def _is_whole(layout: NdSbp) -> bool:
+def is_whole(layout: NdSbp) -> bool:
     """Whether every rank holds the whole tensor."""
     return all(isinstance(one, Broadcast) for one in layout)
 
