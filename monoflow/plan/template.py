@@ -151,9 +151,10 @@ def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int) -> AxisG
             o for o in graph.outputs if fnmatchcase(o.name, pattern) and not o.replaces and not o.observed
         ]
         if not inputs and not results:
-            known = ", ".join(i.name for i in graph.inputs[1:6])
+            known = ", ".join(i.name for i in graph.inputs if i.role is not Role.RANDOM)
+            known = known if len(known) < 200 else known[:200].rpartition(", ")[0] + ", ..."
             raise LayoutError(
-                f"pin {pattern!r} matches no parameter, buffer, input or output; names are {known}, ..."
+                f"pin {pattern!r} matches no parameter, buffer, input or output; names are {known}"
             )
         for match in inputs:
             _check_pin(pattern, match.name, match.meta.shape, one, goal.size)

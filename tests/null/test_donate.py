@@ -42,7 +42,7 @@ def donated(step: Callable, model: nn.Module, optimizer: torch.optim.Optimizer) 
     return {names[value.node] for value in found.values}
 
 
-def trained(before: Callable[[nn.Module], Any], after: Callable[[nn.Module], Any]) -> set[str]:
+def trained(before: Callable[[nn.Sequential], Any], after: Callable[[nn.Sequential], Any]) -> set[str]:
     """What is overwritten by a step that also returns something read before or after its update."""
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
