@@ -42,7 +42,7 @@ def donated(step: Callable, model: nn.Module, optimizer: torch.optim.Optimizer) 
     return {names[value.node] for value in found.values}
 
 
-def trained(before: Callable[[nn.Sequential], Any], after: Callable[[nn.Sequential], Any]) -> set[str]:
+def trained(before: Callable[[nn.Module], Any], after: Callable[[nn.Module], Any]) -> set[str]:
     """What is overwritten by a step that also returns something read before or after its update."""
     model = mlp()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -70,11 +70,11 @@ def test_every_state_is_overwritten_when_nothing_reads_it_later() -> None:
 
 
 def test_a_copy_of_the_old_value_may_be_handed_out() -> None:
-    assert trained(lambda m: m[0].weight.detach().t()[1:].clone(), lambda m: None) == ALL
+    assert trained(lambda m: m.get_parameter("0.weight").detach().t()[1:].clone(), lambda m: None) == ALL
 
 
 def test_a_new_value_may_be_handed_out() -> None:
-    assert trained(lambda m: None, lambda m: m[0].weight.detach().t()[1:]) == ALL
+    assert trained(lambda m: None, lambda m: m.get_parameter("0.weight").detach().t()[1:]) == ALL
 
 
 def test_results_are_the_values_before_and_after() -> None:
@@ -85,7 +85,7 @@ def test_results_are_the_values_before_and_after() -> None:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 
         def step(x: torch.Tensor, y: torch.Tensor, m: Any = model, o: Any = optimizer) -> Any:
-            view = m[0].weight.detach().t()
+            view = m.get_parameter("0.weight").detach().t()
             old = view.clone()
             F.mse_loss(m(x), y).backward()
             o.step()
