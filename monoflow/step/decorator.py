@@ -33,6 +33,7 @@ from ..mesh import placement as make_placement
 from ..sbp.layout import Sbp
 from ..sbp.random_mode import draw_key
 from ..sbp.vocabulary import parse
+from .agree import check_alike, make_alike
 from .binding import Binding
 from .reference import Reference, live_state
 from .report import Report, compare
@@ -245,6 +246,8 @@ class Step:
             simulated=world.simulated,
             batch_stats=self._batch_stats,
         )
+        if not world.simulated and devices.size > 1:
+            self._agree(compiled, args, kwargs, world.rank)
         self._settle(compiled, self._bound(compiled).store)
         self._compiled.setdefault(key, []).append(compiled)
         if len(self._compiled) == _MANY_SIGNATURES:
@@ -254,6 +257,17 @@ class Step:
                 self._name, len(self._compiled), "; ".join(_shapes(one) for one in self._compiled),
             )  # fmt: skip
         return compiled
+
+    def _agree(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> None:
+        """Sees to it that whole tensors are the same on every rank."""
+        placement, captured = compiled.plan.placement, compiled.captured
+        leaves = [
+            one for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, torch.Tensor)
+        ]
+        batch = dict(zip(captured.batch_names, leaves, strict=True))
+        check_alike(batch | dict(compiled.plan.graph.constants), placement, rank)
+        live = {name: slot.get() for name, slot in captured.slots.items()}
+        make_alike({name: one for name, one in live.items() if one is not None}, placement, rank)
 
     def _settle(self, compiled: Compiled, store: Store) -> None:
         """Brings parameters and state into the plan's storage, and begins state that does not exist yet."""
