@@ -64,10 +64,9 @@ def letters(
     Args:
         spec: "mk,kn->mn": one group per tensor input and output of `call`, one letter per dim. "_" names a
             dim that cannot be split (or a size-1 dim that broadcasts). A letter that is in no output is
-            contracted: splitting it gives P(reduce_op); "-" as a whole group names an absent output. Write
-            a contracted letter upper case where it cannot be split either ("_" does the same).
+            contracted: splitting it gives P(reduce_op); "-" as a whole group names an absent output.
         linear: groups of inputs in which the op is jointly linear while the others are B: all of the
-            group P(sum) gives every output P(sum). `[(0,), (1,)]` for mm, `[(0, 1)]` for add.
+            group P(sum) gives every present output P(sum). `[(0,), (1,)]` for mm, `[(0, 1)]` for add.
         reduce_op: the partial that a contracted letter gives.
 
     A split form (blocks, unit) of a letter, found in `forms` of any input, is offered for all tensors that
@@ -90,9 +89,12 @@ def letters(
             signature = _split_letter(call, axis_size, ins, outs, letter, blocks, unit, reduce_op)
             if signature is not None:
                 found[signature] = None
-    for group in linear:
-        inputs = tuple(P if i in group else B for i in range(len(ins)))
-        found[Signature(inputs, (P,) * len(outs))] = None
+    for members in linear:
+        inputs = tuple(P if i in members else B for i in range(len(ins)))
+        outputs = tuple(
+            B if group == "-" or meta is None else P for group, meta in zip(outs, call.outputs, strict=True)
+        )
+        found[Signature(inputs, outputs)] = None
     return list(found)
 
 
