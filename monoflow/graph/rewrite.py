@@ -21,8 +21,7 @@ Pass = Callable[[StepGraph], StepGraph]
 def copied(graph: StepGraph) -> fx.Graph:
     """A copy of the fx graph, free to edit. Node names and metadata are kept."""
     new = fx.Graph()
-    results = new.graph_copy(graph.graph, {}, return_output_node=True)
-    assert results is not None
+    results: Any = new.graph_copy(graph.graph, {}, return_output_node=True)
     value, old_output = results
     new.output(value).meta.update(old_output.meta)
     return new

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import FlowError
 
 #: What a graph's owner writes beside each node, and reads back into its metadata.
-Extra = Mapping[str, Any]
+Extra = dict[str, Any]
 
 
 def _named(kind: type) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _encode_node(node: fx.Node) -> dict[str, Any]:
     return record
 
 
-def decode_graph(records: Iterable[Mapping[str, Any]], extra: Callable[[Extra], Extra]) -> fx.Graph:
+def decode_graph(records: Iterable[Extra], extra: Callable[[Extra], Extra]) -> fx.Graph:
     """The graph of `encode_graph`, without an output node; `extra` makes metadata of a record."""
     graph, mode = fx.Graph(), FakeTensorMode()
     nodes: dict[str, fx.Node] = {}

@@ -135,8 +135,8 @@ class StepGraph:
             where = " ".join(filter(None, (str(info.phase), info.module, _short(info.source))))
             lines.append(f"  %{node.name}: {shapes} = {op_name(node.target)}({arguments})  # {where}")
         for one, node in zip(self.outputs, self.results, strict=True):
-            role = f"next {one.replaces!r}" if one.replaces else "observed" if one.observed else "result"
-            lines.append(f"  return %{node.name} as {role} {one.name!r}")
+            role = "next" if one.replaces else "observed" if one.observed else "result"
+            lines.append(f"  return %{node.name} as {role} {(one.replaces or one.name)!r}")
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:
@@ -201,7 +201,7 @@ def _load_constants(path: str | Path, inputs: list[Mapping[str, Any]]) -> dict[s
 
 
 def _built(data: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) -> StepGraph:
-    def origin(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    def origin(record: dict[str, Any]) -> dict[str, Any]:
         info = record["info"]
         return {"info": NodeInfo(Phase(info["phase"]), info["module"], info["source"], info["sequence"])}
 

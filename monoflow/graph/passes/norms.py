@@ -40,10 +40,10 @@ def _is_full_norm(node: Any) -> bool:
     source: Any = node.args[0]
     if source.meta["val"].is_complex():
         return False
-    order = node.args[1] if len(node.args) > 1 else 2
+    order: Any = node.args[1] if len(node.args) > 1 else 2
     dims = node.args[2] if len(node.args) > 2 else None
     keepdim = node.args[3] if len(node.args) > 3 else False
-    return order == 2 and not dims and not keepdim and node.kwargs.get("dtype") is None
+    return bool(order == 2) and not dims and not keepdim and node.kwargs.get("dtype") is None
 
 
 def _root_of_squares(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -65,8 +65,8 @@ def _local_batch_norm_fake(
 def _local_batch_norm_backward_fake(
     grad_out: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = (x.new_empty(x.shape[1], dtype=_statistics_dtype(x, weight)) for _ in range(2))
-    return torch.empty_like(x), *grads
+    of_weight, of_bias = (x.new_empty(x.shape[1], dtype=_statistics_dtype(x, weight)) for _ in range(2))
+    return torch.empty_like(x), of_weight, of_bias
 
 
 #: (x, weight, bias, eps, share) -> out, and `share` times the mean and the unbiased variance of x (N, C, ...)
