@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,13 +18,12 @@ from tests.conftest import ROOT, RunCli, cli_environment
 GOLDEN = ROOT / "tests" / "golden"
 LICENSE = ROOT / "LICENSE"  # a text that is the same on every machine
 
-#: Options that make each run small. To write a curve anew: `python examples/X/train.py OPTIONS --losses FILE`.
+#: Options that make each run small. A curve is made anew by `train.py OPTIONS --losses tests/golden/X.txt`.
 SMALL = {
-    "gpt": "--layers 2 --width 32 --heads 2 --context 32 --batch 7 --steps 12 --lr 1e-2".split(),
-    "vision": "--batch 30 --steps 6".split(),
-    "recsys": "--batch 64 --steps 12 --samples 2000 --lr 3e-2".split(),
+    "gpt": f"--layers 2 --width 32 --heads 2 --context 32 --batch 7 --steps 12 --lr 1e-2 --text {LICENSE}",
+    "vision": "--batch 30 --steps 6",
+    "recsys": "--batch 64 --steps 12 --samples 2000 --lr 3e-2",
 }
-SMALL["gpt"] += ["--text", str(LICENSE)]
 
 
 def losses(path: Path) -> list[float]:
@@ -46,7 +46,7 @@ def script(example: str) -> Path:
 def run(run_cli: RunCli, folder: Path, num_ranks: int, example: str, *options: str) -> str:
     """Runs an example in `folder`; returns what it printed. It must print no warning."""
     done = run_cli(
-        "run", "-n", str(num_ranks), script(example), *SMALL[example], "--losses", "losses.txt", *options,
+        "run", "-n", str(num_ranks), script(example), *shlex.split(SMALL[example]), "--losses", "losses.txt", *options,
         cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -83,7 +83,7 @@ def test_golden_losses_of_gpt(run_cli: RunCli, tmp_path: Path, num_ranks: int, p
 
 
 def test_interrupted_training_saves(tmp_path: Path) -> None:
-    options = [*SMALL["gpt"], "--steps", "200", "--losses", "losses.txt"]
+    options = [*shlex.split(SMALL["gpt"]), "--steps", "200", "--losses", "losses.txt"]
     command = [sys.executable, "-m", "monoflow.cli", "run", "-n", "2", str(script("gpt")), *options]
     pipe = subprocess.PIPE
     with subprocess.Popen(

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
+import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ from torch.nn import functional as F
 import monoflow as flow
 from monoflow.mesh import Placement
 from monoflow.step import Step
-from tests.conftest import RunRanks
+from tests.conftest import RunCli, RunRanks
 
 NUM_STEPS = 4
 VOCABULARY = 13
@@ -78,8 +82,8 @@ def whole_batches(size: int = 6) -> list[dict[str, Tensor]]:
     return [{key: x[i : i + size] for key, x in data().items()} for i in range(0, NUM_STEPS * size, size)]
 
 
-def curve(step: Callable, batches: Any = None) -> list[float]:
-    return [step(batch).item() for batch in whole_batches() if batches is None]
+def curve(step: Callable) -> list[float]:
+    return [step(batch).item() for batch in whole_batches()]
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +174,6 @@ def feed(plan: str) -> dict[str, Any]:
     rank = torch.distributed.get_rank()
     losses: dict[str, list[float]] = {}
     step = build(plan=plan)[2]
-    losses["plain"] = [step(batch).item() for batch in whole_batches()]
-    step = build(plan=plan)[2]
     stream = flow.stream(data(), 6, shuffle=False)
     losses["stream"] = [step(batch).item() for batch in stream]
     step = build(plan=plan)[2]
@@ -183,9 +185,8 @@ def feed(plan: str) -> dict[str, Any]:
     return losses
 
 
-@pytest.mark.parametrize("plan", ["data", "zero"])
-def test_forms_of_a_batch_and_eager_in_between(run_ranks: RunRanks, one_device: list[float], plan) -> None:
-    for losses in run_ranks(2, feed, plan):
+def test_forms_of_a_batch_and_eager_in_between(run_ranks: RunRanks, one_device: list[float]) -> None:
+    for losses in run_ranks(2, feed, "zero"):
         for how, found in losses.items():
             assert close(found, one_device), how
 
@@ -240,7 +241,82 @@ def interrupted(plan: str) -> list[float]:
     return losses + [step(batch).item() for batch in batches[2:]]
 
 
-@pytest.mark.parametrize("plan", ["data", "zero"])
-def test_saved_and_loaded_between_steps(run_ranks: RunRanks, one_device: list[float], plan: str) -> None:
-    for losses in run_ranks(2, interrupted, plan):
+def test_saved_and_loaded_between_steps(run_ranks: RunRanks, one_device: list[float]) -> None:
+    for losses in run_ranks(2, interrupted, "zero"):
         assert close(losses, one_device)
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys, time
+import torch, monoflow as flow
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+@flow.graph(model, optimizer, plan=sys.argv[1])
+def step(ids):
+    loss = model(ids).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+ids = torch.arange(8)
+step(ids)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    def write(body: str) -> Path:
+        path = tmp_path / "user_script.py"
+        path.write_text(SCRIPT + body)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("plan", ["data", "tensor"])
+def test_an_index_out_of_range_on_one_ranks_shard(script, run_cli: RunCli, plan: str) -> None:
+    done = run_cli("run", "-n", "2", script("ids[6] = 10\nstep(ids)"), plan)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "IndexError: index 10 is out of range for a vocabulary of 10 rows\n" in done.stderr
+    assert re.search(
+        r"in task \w+ \(forward\) of rank \d: op embedding, module '0', \S*user_script\.py:11\n", done.stderr
+    )
+    assert re.search(r'user_script\.py", line 20, in <module>\n    step\(ids\)\n', done.stderr)
+
+
+def test_an_exception_between_steps(script, run_cli: RunCli) -> None:
+    body = "if rank == 1: raise ValueError('its own fault')\nwhile True: step(ids)"
+    done = run_cli("run", "-n", "2", script(body), "data")
+    assert done.returncode == 1
+    assert re.match(r"\nrank 1 on \S+ failed first:\n\nTraceback", done.stderr)
+    assert done.stderr.count("Traceback") == 1 and done.stderr.endswith("ValueError: its own fault\n")
+
+
+def test_a_rank_killed_in_the_middle_of_steps(script, run_cli: RunCli) -> None:
+    body = """
+import threading
+def die():
+    time.sleep(0.2)
+    print(time.time(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+if rank == 1:
+    threading.Thread(target=die).start()
+while True:
+    step(ids)
+"""
+    done = run_cli("run", "-n", "2", script(body), "zero")
+    assert time.time() - float(done.stdout) < 30
+    assert done.returncode == 128 + signal.SIGKILL
+    assert re.fullmatch(r"\nrank 1 on \S+ died of signal 9 \(SIGKILL\); .*memory\n", done.stderr)
+
+
+def test_ranks_that_end_at_different_times(script, run_cli: RunCli) -> None:
+    done = run_cli("run", "-n", "2", script("if rank == 0: time.sleep(1)\nprint('done')"), "zero")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\ndone\n", "")
