@@ -47,7 +47,12 @@ def functionalize(
     forms = table(batch_stats)
     with torch.no_grad():
         functional = torch.func.functionalize(_KeepOrigin(traced, forms).run, remove="mutations")
-        return make_fx(functional, decomposition_table=forms)(*(fake.detach() for fake in fakes))
+        made = make_fx(functional, decomposition_table=forms)(*(fake.detach() for fake in fakes))
+    for node in made.graph.nodes:
+        # Views of what was written are taken anew after the last node has run.
+        if node.op == "call_function" and "info" not in node.meta:
+            node.meta["info"] = info_of(node.all_input_nodes[0])
+    return made
 
 
 def _is_kept(node: fx.Node) -> bool:
