@@ -1,7 +1,8 @@
 """The adapter to torch.optim: what a step lifts from an optimizer, and how its state begins.
 
-Private parts of torch used here: `torch.compiler._compile_session_context` (optimizers keep their step count
-a tensor while torch believes it compiles). tests/null/test_optimizers.py fails when they move.
+Private parts of torch used here: `torch.compiler._is_compiling_flag` (optimizers keep their step count a
+tensor while torch believes it compiles; torch 2.11 has no context for it yet). tests/null/test_optimizers.py
+fails when they move.
 """
 
 from __future__ import annotations
@@ -83,6 +84,17 @@ def _group_for_capture(group: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
+def _as_if_compiling() -> Iterator[None]:
+    """Within: torch believes that it compiles."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
 def swapped(
     optimizer: torch.optim.Optimizer,
     replace: Mapping[torch.Tensor, torch.Tensor],
@@ -108,7 +120,7 @@ def swapped(
 
     @functools.wraps(step)
     def traced_step(*args: Any, **kwargs: Any) -> Any:
-        with on_step(), torch.compiler._compile_session_context(), ScalarTensors():
+        with on_step(), _as_if_compiling(), ScalarTensors():
             return step(*args, **kwargs)
 
     optimizer.state = state
