@@ -66,7 +66,7 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     leaves, spec = flatten((tuple(args), dict(kwargs)))
     names = {}
     for index, (path, leaf) in enumerate(leaves):
-        name = ".".join(["batch", *(_key_text(key) for key in path[1:])])
+        name = ".".join(["batch", *(key_text(key) for key in path[1:])])
         if isinstance(leaf, torch.Tensor):
             names[index] = name if name not in names.values() else f"{name}#{index}"
         elif not isinstance(leaf, _PLAIN):
@@ -74,7 +74,8 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
     return Arguments(tuple(leaf for _, leaf in leaves), spec, names)
 
 
-def _key_text(key: Any) -> str:
+def key_text(key: Any) -> str:
+    """One step of a path into a tree, as names have it: a dict's key, an index, an attribute."""
     return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
 

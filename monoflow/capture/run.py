@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import CaptureError
 from ..graph.step_graph import Role
 from ..log import stage_logger
-from .lift import Arguments, Lifted, flatten
+from .lift import Arguments, Lifted, flatten, key_text
 from .modes import CaptureMode, logical_attention, without_mkldnn
 from .optimizers import hyper_values, number_state_error, swapped
 from .subject import Subject
@@ -218,7 +218,7 @@ class Run:
         leaves, self.out_spec = flatten(result)
         results = []
         for path, leaf in leaves:
-            name = "".join(str(key) for key in path) or "result"
+            name = ".".join(["result", *map(key_text, path)])
             if isinstance(leaf, torch.Tensor):
                 results.append(leaf.detach())
                 self.outputs.append((name, "", False))

@@ -250,7 +250,7 @@ def test_results_that_are_no_tensors(value: Any) -> None:
         CaptureError, match=rf"returns a {type(value).__name__}.*loss.item\(\) after the call"
     ) as error:
         trace(step, (MODEL,), X)
-    assert f"{__file__}:{step.__code__.co_firstlineno}" in str(error.value) and "['extra'][0]" in str(
+    assert f"{__file__}:{step.__code__.co_firstlineno}" in str(error.value) and "result.extra.0" in str(
         error.value
     )
 
