@@ -45,10 +45,8 @@ def script(example: str) -> Path:
 
 def run(run_cli: RunCli, folder: Path, num_ranks: int, example: str, *options: str) -> str:
     """Runs an example in `folder`; returns what it printed. It must print no warning."""
-    done = run_cli(
-        "run", "-n", str(num_ranks), script(example), *shlex.split(SMALL[example]), "--losses", "losses.txt", *options,
-        cwd=folder,
-    )  # fmt: skip
+    options = (*shlex.split(SMALL[example]), "--losses", "losses.txt", *options)
+    done = run_cli("run", "-n", str(num_ranks), script(example), *options, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout
