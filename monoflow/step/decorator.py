@@ -142,7 +142,7 @@ class Step:
                 f"pin {pattern!r} gives {len(layout)} SBPs {sbp}; the placement has {num_axes} axes"
             )
         self._pins[pattern] = layout
-        self._compiled.clear()
+        self._drop()
         return self
 
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
@@ -221,8 +221,7 @@ class Step:
     def _compiled_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         world = self._world()
         if self._subject.refresh():
-            for known in (self._compiled, self._observed, self._bindings):
-                known.clear()
+            self._drop()
         key = (world, *_argument_signature(args, kwargs), self._subject.signature())
         for found in self._compiled.get(key, ()):
             if found.captured.fits(self._subject):
@@ -287,6 +286,11 @@ class Step:
                 store.settle(slot, layouts[name], True)
             else:
                 slot.put(store.wrapped(value, layouts[name], meta.shape))
+
+    def _drop(self) -> None:
+        """Forgets what was compiled: it is for other modules or other pins."""
+        for known in (self._compiled, self._observed, self._bindings):
+            known.clear()
 
     def _bound(self, compiled: Compiled) -> Binding:
         """How a compiled step reads and writes the live objects."""

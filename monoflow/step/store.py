@@ -145,6 +145,8 @@ class Store:
         if slot.role is Role.GRAD or self.simulated:
             return False
         held, local = slot.get(), values[self.ranks[0]]
+        if held is local:
+            return True
         if isinstance(held, DTensor):
             held = self.held(slot, layout)
         if held is None:
