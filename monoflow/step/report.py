@@ -77,7 +77,8 @@ _NOISE = 1e-5
 
 
 def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> Report:
-    """Runs `steps` steps both ways and compares; the state is restored afterwards."""
+    """Runs `steps` steps both ways and compares; state and random generator are restored afterwards."""
+    random = torch.get_rng_state()
     compiled = step._last = step._compiled_for(args, kwargs)
     world = step._world()
     keys = [share_key(draw_key(), world, torch.device("cpu")) for _ in range(steps)]
@@ -99,6 +100,7 @@ def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: i
         judge.state(step, reference.state(), final)
     finally:
         before.restore()
+        torch.set_rng_state(random)
     return Report(steps, _NOISE, judge.deviations())
 
 

@@ -232,7 +232,7 @@ def interrupted(plan: str) -> list[float]:
     losses = [step(batch).item() for batch in batches[:2]]
     random = torch.get_rng_state()
     step.verify(batches[3], steps=2)
-    torch.set_rng_state(random)
+    assert torch.equal(torch.get_rng_state(), random)
     weights, state = flow.full_state_dict(model), copy.deepcopy(optimizer.state_dict())
     model, optimizer, step = build(plan=plan)
     model.load_state_dict(weights)
