@@ -21,7 +21,10 @@ from monoflow.errors import FlowError
 from monoflow.graph.serial import decode, encode, target_of
 from monoflow.graph.step_graph import Role, StepGraph, info_of
 from monoflow.graph.verify import verify
+from monoflow.lower.lower import lower
+from monoflow.mesh import placement
 from monoflow.plan.plan import fingerprint
+from monoflow.plan.planner import plan_step
 
 from .graph_build import built, values
 
@@ -108,6 +111,20 @@ def test_a_captured_model_comes_back_the_same(make: Callable[[], Made], tmp_path
     values_of = [value for node in loaded.graph.nodes for value in pytree.tree_leaves(node.meta.get("val"))]
     assert all(isinstance(value, FakeTensor) for value in values_of if isinstance(value, Tensor))
     assert (tmp_path / "graph.json.safetensors").exists() == bool(graph.constants)
+
+
+@pytest.mark.parametrize(("make", "name"), [(conv, "data"), (gpt2, "tensor")])
+def test_a_loaded_graph_plans_and_lowers_the_same(
+    make: Callable[[], Made], name: str, tmp_path: Path
+) -> None:
+    step, things, batch = make()
+    graph = trace(step, subject_of(things), batch, {}).graph
+    loaded = reloaded(graph, tmp_path)
+    devices = placement("cpu", [0, 1])
+    plan, other = (plan_step(one, devices, name) for one in (graph, loaded))
+    assert other.text() == plan.text()
+    programs, others = (lower(one, [0, 1], torch.device("cpu")).programs for one in (plan, other))
+    assert [others[rank].text() for rank in (0, 1)] == [programs[rank].text() for rank in (0, 1)]
 
 
 def with_constants() -> StepGraph:
