@@ -25,6 +25,7 @@ from ..errors import CaptureError
 from ..graph.step_graph import NodeInfo, Phase
 from ..sbp.random_mode import random_or
 from .attention import scaled_dot_product_attention
+from .known import known_value
 from .optimizers import is_fused_update, run_fused_update
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
@@ -203,8 +204,12 @@ class CaptureMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         info = self.origin()
-        self._refuse(func, args, kwargs, info)
         proxies = get_proxy_mode()
+        if func in _READS_VALUE and proxies is not None and not _is_known(args):
+            value = known_value(func, args, proxies.tracer)
+            if value is not None:
+                return value
+        self._refuse(func, args, kwargs, info)
         if proxies is None:
             return self._run(func, args, kwargs, info)
         root = proxies.tracer.graph._root
