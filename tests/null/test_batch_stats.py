@@ -45,10 +45,12 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
     return x, torch.randint(0, 2, (count,), generator=generator)
 
 
-def step_of(model: nn.Module, batch_stats: str, plan: str | None = None) -> Step:
+def step_of(
+    model: nn.Module, batch_stats: str, plan: str | None = None, devices: flow.Placement | None = None
+) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), LR)
 
-    @flow.graph(model, optimizer, plan=plan, batch_stats=batch_stats)
+    @flow.graph(model, optimizer, placement=devices, plan=plan, batch_stats=batch_stats)
     def step(x: Tensor, labels: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), labels)
         loss.backward()
@@ -85,18 +87,41 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
 
 
-@pytest.mark.parametrize("plan", ["data", "zero"])
-@pytest.mark.parametrize(("num_ranks", "num_rows"), [(2, 8), (4, 8), (2, 7), (4, 14)])
+@pytest.mark.parametrize(
+    ("plan", "num_ranks", "num_rows"), [("data", 2, 8), ("zero", 4, 8), ("zero", 2, 7), ("data", 4, 14)]
+)
 def test_local_statistics_are_those_of_data_parallel_training(
-    num_ranks: int, num_rows: int, plan: str
+    plan: str, num_ranks: int, num_rows: int
 ) -> None:
     model, reference = network(), network()
     step = step_of(model, "local", plan)
+    x, labels = rows(num_rows)
     with flow.simulate(num_ranks):
         for number in range(3):
-            x, labels = rows(num_rows + number * num_ranks)
-            loss = step(x, labels)
-            torch.testing.assert_close(loss, by_hand(reference, num_ranks, x, labels), rtol=1e-9, atol=1e-12)
+            batch = x + number, labels
+            loss = step(*batch)
+            torch.testing.assert_close(loss, by_hand(reference, num_ranks, *batch), rtol=1e-9, atol=1e-12)
+        assert_same_state(flow.full_state_dict(model), reference.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "num_parts"),
+    [
+        ("tensor", [0, 1], 1),
+        ("data x tensor", [[0, 1], [2, 3]], 2),
+        ("zero x tensor", [[0, 1], [2, 3]], 2),
+        ("data x data", [[0, 1], [2, 3]], 4),
+    ],
+)
+def test_only_axes_that_split_the_batch_have_statistics_of_their_own(
+    plan: str, ranks: list, num_parts: int
+) -> None:
+    model, reference = network(), network()
+    devices = flow.placement("cpu", ranks)
+    x, labels = rows(8)
+    with flow.simulate(devices.size):
+        loss = step_of(model, "local", plan, devices)(x, labels)
+        torch.testing.assert_close(loss, by_hand(reference, num_parts, x, labels), rtol=1e-9, atol=1e-12)
         assert_same_state(flow.full_state_dict(model), reference.state_dict())
 
 
