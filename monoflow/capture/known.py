@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot
 from torch.utils._python_dispatch import _disable_current_modes
 
 #: elements of a tensor that is computed for real; a larger one counts as unknown
 _LARGEST = 1 << 24
+_LIFTS = (torch.ops.aten.lift_fresh_copy.default, torch.ops.aten.lift_fresh.default)
 
 
 def known_value(func: Callable, args: Sequence[Any], tracer: Any) -> Any:
@@ -45,9 +45,8 @@ def _known(tracer: Any) -> dict[fx.Node, Any] | None:
         for node in tracer.graph.nodes:
             sources = node.all_input_nodes
             if node.op == "get_attr":
-                literal = getattr(tracer.root, node.target)
-                if isinstance(literal, FakeTensor) and literal.constant is not None:
-                    values[node] = literal.constant.clone()
+                if all(user.target in _LIFTS for user in node.users):  # torch.tensor(1.0), not a closure
+                    values[node] = getattr(tracer.root, node.target)
                 continue
             known = node.op == "call_function" and all(source in values for source in sources)
             if known and _is_foldable(node):

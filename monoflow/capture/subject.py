@@ -30,6 +30,10 @@ class Slot:
     replace: Callable[[torch.Tensor], None]
 
 
+#: Where a parameter that took the place of a user's own keeps that.
+_ORIGINAL = "_monoflow_original"
+
+
 @dataclass(frozen=True, eq=False)
 class Subject:
     """The models and optimizers of a step."""
@@ -62,10 +66,11 @@ class Subject:
         """Names of parameters by object identity."""
         return {id(param): name for name, param in self.params.items()}
 
-    @cached_property
+    @property
     def originals(self) -> dict[str, nn.Parameter]:
         """By name: the user's own objects of replaced parameters; they hold no elements."""
-        return {}
+        held = {name: vars(param).get(_ORIGINAL) for name, param in self.params.items()}
+        return {name: param for name, param in held.items() if param is not None}
 
     def replace_param(self, name: str, value: torch.Tensor) -> None:
         """Puts another tensor in a parameter's place, wherever modules and optimizers hold that.
@@ -80,9 +85,11 @@ class Subject:
                 group["params"][:] = [new if param is old else param for param in group["params"]]
             if old in optimizer.state:
                 optimizer.state[new] = optimizer.state.pop(old)
-        if name not in self.originals:
-            self.originals[name] = old
+        original = vars(old).get(_ORIGINAL)
+        if original is None:
+            original = old
             old.data, old.grad = old.new_empty(0), None
+        setattr(new, _ORIGINAL, original)  # on the parameter, because other steps may use it too
         self._forget()
 
     def refresh(self) -> bool:
