@@ -26,8 +26,8 @@ def test_equals_one_device(cases: Cases, name: str, optimizer: str, layout: str)
 BFLOAT16 = {"result": 2e-2, "gradient": 2e-2, "parameter": 1e-2, "buffer": 2e-2, "optimizer state": 2e-2}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5", "resnet", "dlrm"])
-@pytest.mark.parametrize("layout", ["data-4", "zero-2", "tensor-2", "data-x-tensor"])
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "resnet", "dlrm"])
+@pytest.mark.parametrize("layout", ["data-2", "zero-2", "tensor-2", "data-x-tensor"])
 def test_autocast_equals_one_device_within_its_rounding(cases: Cases, name: str, layout: str) -> None:
     with cases(name, "sgd", autocast=True).under(LAYOUTS[layout]) as step:
         report = step.verify(batch_of(KINDS[name]), steps=3)
