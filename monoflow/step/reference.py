@@ -76,9 +76,9 @@ class Reference:
 
     @contextmanager
     def on_whole_state(self, write_back: bool = False) -> Iterator[None]:
-        """Within: modules and optimizers hold whole plain copies of their tensors.
+        """Within: modules and optimizers hold whole plain tensors, copies where their own are split.
 
-        Afterwards they hold their own again; with `write_back`, with the values that the copies then have.
+        Afterwards they hold their own again, as they were; with `write_back`, with the values of then.
         """
         subject = self.subject
         copies: dict[int, torch.Tensor] = {}
@@ -87,8 +87,13 @@ class Reference:
         originals = {id(subject.params[name]): param for name, param in subject.originals.items()}
 
         def copy(value: Any) -> Any:
+            if not isinstance(value, DTensor):  # itself: the user may hold a reference to it
+                if not write_back and id(value) not in copies:
+                    copies[id(value)] = value
+                    after.callback(_restorer(value))
+                return value
             if id(value) not in copies:
-                made = whole(value).detach().clone()
+                made: torch.Tensor = whole(value).detach().clone()
                 if id(value) in originals:  # to which the user may hold a reference
                     original = originals[id(value)]
                     original.data = made
@@ -154,6 +159,22 @@ def _assign(value: torch.Tensor, made: torch.Tensor) -> None:
     if isinstance(value, nn.Parameter):
         grad = made.grad
         value.grad = _cut_as(value, grad) if isinstance(value, DTensor) and grad is not None else grad
+
+
+def _restorer(value: torch.Tensor) -> Callable[[], None]:
+    """What gives a tensor the value and gradient that it has now."""
+    before, grad = value.detach().clone(), value.grad
+    grad_before = None if grad is None else grad.detach().clone()
+
+    @torch.no_grad()
+    def restore() -> None:
+        value.copy_(before)
+        if isinstance(value, nn.Parameter):
+            value.grad = grad
+        if grad is not None and grad_before is not None:
+            grad.copy_(grad_before)
+
+    return restore
 
 
 def _empty(params: Sequence[nn.Parameter]) -> None:

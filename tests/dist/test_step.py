@@ -57,13 +57,14 @@ class TinyGPT(nn.Module):
 def build(placement: Placement | None = None, plan: str | None = None) -> tuple[nn.Module, Any, Step]:
     torch.manual_seed(0)
     model = TinyGPT()
+    params = list(model.parameters())  # references from before parameters are split
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)  # small gradients: small steps
 
     @flow.graph(model, optimizer, placement=placement, plan=plan)
     def step(batch: dict[str, Tensor]) -> Tensor:
         loss = F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss
@@ -192,8 +193,10 @@ def test_forms_of_a_batch_and_eager_in_between(run_ranks: RunRanks, one_device: 
 
 
 def outputs() -> dict[str, Any]:
-    model, _, step = build(plan="zero")
-    step(whole_batches()[0])
+    model, optimizer, step = build(plan="zero")
+    other = flow.graph(model, optimizer, plan="zero")(step._function)  # finds the model split already
+    losses = [step(whole_batches()[0]).item(), other(whole_batches()[1]).item()]
+    random = torch.get_rng_state()
     held = {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
     @flow.graph(model)
@@ -212,14 +215,18 @@ def outputs() -> dict[str, Any]:
     torch.testing.assert_close(found["means"][0], expected["means"][0].detach())
     assert {n: p.placements for n, p in model.named_parameters() if isinstance(p, DTensor)} == held
     model.train()
-    step(whole_batches()[1])
+    torch.set_rng_state(random)
+    one_more = step(whole_batches()[2]).item()
     model.eval()
     torch.testing.assert_close(evaluate(ids)["logits"].full_tensor(), evaluate.eager(ids)["logits"].detach())
-    return {"placements": str(found["logits"].placements)}
+    losses.append(one_more)
+    return {"placements": str(found["logits"].placements), "losses": losses}
 
 
-def test_an_evaluation_step_shares_a_split_model(run_ranks: RunRanks) -> None:
-    assert [one["placements"] for one in run_ranks(2, outputs)] == ["(Shard(dim=0),)"] * 2
+def test_steps_share_a_split_model(run_ranks: RunRanks, one_device: list[float]) -> None:
+    for one in run_ranks(2, outputs):
+        assert one["placements"] == "(Shard(dim=0),)"
+        assert close(one["losses"], one_device[:3])
 
 
 # --- saving and verifying in the middle --------------------------------------------------------------
