@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers as hf
 from torch import nn
+from transformers.modeling_outputs import MaskedLMOutput
 
 from .harness import LAYOUTS, SEVERAL, Layout, assert_exact, verified
 from .models import KINDS, VOCABULARY, Batch, batch_of, training
@@ -212,7 +212,7 @@ def test_model_outputs_come_back_as_they_are(layout: str) -> None:
         step = LAYOUTS[layout].compiled(model)(function)
         out = step(batch)
         assert_exact(step.verify(batch, steps=1))
-    assert isinstance(out, hf.modeling_outputs.MaskedLMOutput)
+    assert isinstance(out, MaskedLMOutput)
     assert out.logits.shape == (4, 8, VOCABULARY) and out["logits"] is out.logits
     assert len(out.hidden_states) == 2 and out.hidden_states[1].shape == (4, 8, 32)
 

@@ -19,7 +19,7 @@ Parts = tuple[list[Any], Callable, tuple]
 
 def trained(model: nn.Module, loss: Callable, *args: torch.Tensor, **options: Any) -> Parts:
     """A step of SGD on `loss(model, *args)`."""
-    optimizer = torch.optim.SGD(model.parameters(), **{"lr": 0.05, "momentum": 0.9} | options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, **options)
 
     def function(*args: torch.Tensor) -> torch.Tensor:
         value = loss(model, *args)
@@ -247,7 +247,7 @@ MODELS: Mapping[str, Callable[[], Parts]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", ["data-2", "zero-3", "tensor-2", "zero-x-tensor"])
+@pytest.mark.parametrize("layout", ["data-2", "zero-3", "zero-x-tensor"])
 def test_equals_one_device(name: str, layout: str) -> None:
     torch.manual_seed(0)
     things, function, args = MODELS[name]()
