@@ -213,6 +213,7 @@ def test_model_outputs_come_back_as_they_are(layout: str) -> None:
         out = step(batch)
         assert_exact(step.verify(batch, steps=1))
     assert isinstance(out, MaskedLMOutput)
+    assert out.logits is not None and out.hidden_states is not None
     assert out.logits.shape == (4, 8, VOCABULARY) and out["logits"] is out.logits
     assert len(out.hidden_states) == 2 and out.hidden_states[1].shape == (4, 8, 32)
 
