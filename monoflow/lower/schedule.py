@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..boxing.route import LOCAL_KINDS, Move, route
+from ..boxing.route import LOCAL_KINDS, Move, Route, route
 from ..graph.step_graph import Output, Phase, Role, info_of, is_getitem, metas_of, source_of, tensor_args
 from ..plan.plan import Plan
 from ..sbp.layout import NdSbp
+from ..sbp.signature import TensorMeta
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ def schedule(plan: Plan, observe: bool = False) -> Schedule:
     wanted = [one for one in plan.graph.outputs if observe or not one.observed]
     results = {one.name: node for one, node in zip(plan.graph.outputs, plan.graph.results, strict=True)}
     needed = _needed([results[one.name] for one in wanted])
-    for node in plan.graph.calls():
-        if not is_getitem(node) and node in needed:
-            maker.add(node)
+    nodes = [node for node in plan.graph.calls() if not is_getitem(node) and node in needed]
+    for node in nodes:
+        maker.expect(node)
+    for node in nodes:
+        maker.add(node)
     outputs = tuple(
         (one, maker.moved(source_of(results[one.name]), plan.outputs[one.name], Phase.UPDATE))
         for one in wanted
@@ -91,9 +94,22 @@ class _Maker:
         self.items: list[Op | Box] = []
         self.made: set[LaidOut] = set()
         self.copies: dict[tuple[fx.Node, int, str], list[LaidOut]] = {}
+        self.routes: dict[tuple[NdSbp, NdSbp, TensorMeta], Route] = {}
+        self.expected: dict[tuple[fx.Node, int, str], dict[NdSbp, None]] = {}
         names = {node: name for name, node in plan.graph.placeholders.items()}
         roles = plan.graph.input_of
         self.params = {node for node, name in names.items() if roles[name].role is Role.PARAM}
+
+    def expect(self, node: fx.Node) -> None:
+        """Notes the layouts in which a node will ask for what it reads."""
+        for source, wanted in zip(tensor_args(node), self.plan.wanted(node), strict=True):
+            value, index = source_of(source)
+            key = (value, index, self._key(value, info_of(node).phase))
+            self.expected.setdefault(key, {})[wanted] = None
+
+    def _key(self, node: fx.Node, phase: Phase) -> str:
+        """A gathered parameter is not kept from forward to backward: it is gathered again."""
+        return str(phase) if node in self.params else ""
 
     def add(self, node: fx.Node) -> None:
         phase = info_of(node).phase
@@ -110,17 +126,40 @@ class _Maker:
         given = self.plan.layouts(node)[index]
         if given == wanted:
             return LaidOut(node, index, given)
-        # A gathered parameter is not kept from forward to backward: it is gathered again.
-        key = str(phase) if node in self.params else ""
+        key = self._key(node, phase)
         target = LaidOut(node, index, wanted, key)
         if target in self.made:
             return target
+        # From whatever layout of it is there already, or that is needed anyway and only has to be cut: a
+        # tensor that is reduced or gathered for one reader is not sent again for another.
+        for other in self.expected.get((node, index, key), ()):
+            is_source = other not in (given, wanted) and self._is_cut(value, other, wanted)
+            if is_source and not self._is_cut(value, given, wanted):
+                self._move(value, other, key, phase)
+        return self._move(value, wanted, key, phase)
+
+    def _is_cut(self, value: tuple[fx.Node, int], source: NdSbp, target: NdSbp) -> bool:
+        """Whether going from one layout to the other sends nothing."""
+        return all(step.kind in LOCAL_KINDS for step in self._route(value, source, target).steps)
+
+    def _route(self, value: tuple[fx.Node, int], source: NdSbp, target: NdSbp) -> Route:
+        node, index = value
         meta = metas_of(node)[index]
         assert meta is not None
-        mesh = self.plan.placement.shape
-        # From whatever layout of it is there already: a gathered tensor is cut, not reduced again.
-        here_from = [LaidOut(node, index, given), *self.copies.get((node, index, key), ())]
-        routes = [(route(one.layout, wanted, meta.shape, meta.dtype, mesh), one) for one in here_from]
+        known = (source, target, meta)
+        if known not in self.routes:
+            mesh = self.plan.placement.shape
+            self.routes[known] = route(source, target, meta.shape, meta.dtype, mesh)
+        return self.routes[known]
+
+    def _move(self, value: tuple[fx.Node, int], wanted: NdSbp, key: str, phase: Phase) -> LaidOut:
+        """The moves to a layout from the nearest one that is there."""
+        node, index = value
+        there = [
+            LaidOut(node, index, self.plan.layouts(node)[index]),
+            *self.copies.get((node, index, key), ()),
+        ]
+        routes = [(self._route(value, one.layout, wanted), one) for one in there]
         best, here = min(routes, key=lambda pair: pair[0].cost)
         for step in best.steps:
             then = LaidOut(node, index, step.target, key)
