@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from .capture.subject import Slot, Subject, subject_of
 from .capture.trace import Captured, capture
@@ -79,7 +80,7 @@ def compile_step(
     pins: Mapping[str, tuple],
     ranks: Sequence[int],
     device: torch.device,
-    simulated: bool,
+    mesh: DeviceMesh | None,
     batch_stats: str = "global",
 ) -> Compiled:
     """Compiles one step function for one signature of its arguments.
@@ -87,12 +88,13 @@ def compile_step(
     Args:
         ranks: the ranks of the placement that this process hosts: one, or all in a simulation.
         device: where this process' tensors live.
+        mesh: torch's device mesh of the placement; None where this process hosts all ranks.
         batch_stats: whether batch norm in training is over the "global" batch, or a rank's "local" rows.
     """
     captured = trace(function, subject, args, kwargs, batch_stats)
     planned = plan(captured, placement, plan_name, pins)
     lowered = lower_step(planned, ranks, device)
-    return load(captured, lowered, simulated)
+    return load(captured, lowered, mesh)
 
 
 def trace(
@@ -146,12 +148,11 @@ def lower_step(made: Plan, ranks: Sequence[int], device: torch.device, observe: 
     return lowered
 
 
-def load(captured: Captured, lowered: Lowered, simulated: bool) -> Compiled:
-    """Connects programs to a transport."""
+def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compiled:
+    """Connects programs to a transport: over torch's device mesh, or within this process if there is none."""
     placement = lowered.plan.placement
     ranks = list(lowered.programs)
-    hosts_all = simulated or placement.size == 1
-    transport = SimTransport(placement) if hosts_all else DistTransport(placement, ranks[0])
+    transport = SimTransport(placement) if mesh is None else DistTransport(placement, ranks[0], mesh)
     origins = {node.name: info_of(node) for node in lowered.plan.graph.calls()}
 
     def describe(name: str) -> str:

@@ -155,17 +155,18 @@ class SimTransport:
 class DistTransport:
     """One rank of a placement in a torch.distributed run; it hosts that rank alone.
 
-    Making one is a collective of the whole world: every process makes one for the same placement, also a
-    process whose rank is not in it (and which then never uses it).
+    Args:
+        mesh: torch's device mesh of the placement. Left out, one is made, which is a collective of the whole
+            world: every process makes one for the same placement, also one whose rank is not in it.
 
     Gloo and NCCL both have every collective used here (reduce-scatter and all-to-all with uneven splits
     included, Gloo since torch 2.7). What they lack is dtypes: see `_carrier`.
     """
 
-    def __init__(self, placement: Placement, rank: int) -> None:
+    def __init__(self, placement: Placement, rank: int, mesh: DeviceMesh | None = None) -> None:
         self.placement, self.rank = placement, rank
         grid = torch.tensor(placement.ranks, dtype=torch.int).view(placement.shape)
-        self._mesh = DeviceMesh(placement.device_type, grid, mesh_dim_names=placement.axes)
+        self._mesh = mesh or DeviceMesh(placement.device_type, grid, mesh_dim_names=placement.axes)
         self._counter = _Counter(placement.axes)
 
     def stats(self) -> CommStats:

@@ -98,7 +98,7 @@ class LocalCall:
     """A node to be lowered for one rank, as a rule's local form sees it.
 
     `args`/`kwargs` are the node's own, tensors as opaque leaves (fx nodes when lowering, tensors in the
-    oracle); `inputs` and `outputs` are the shards of the tensor leaves and of the results, in flattened order.
+    oracle); `inputs` and `outputs` are the shards of the tensor leaves and the results, in flattened order.
     """
 
     def __init__(

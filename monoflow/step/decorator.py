@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -33,6 +34,7 @@ from ..mesh import placement as make_placement
 from ..sbp.layout import Sbp
 from ..sbp.random_mode import draw_key
 from ..sbp.vocabulary import parse
+from ..tensor import device_mesh
 from .agree import check_alike, make_alike
 from .binding import Binding
 from .reference import Reference, live_state
@@ -218,6 +220,9 @@ class Step:
             return self._placement
         return make_placement(self._device_type(), range(world.size), axes=("data",))
 
+    def _mesh(self, devices: Placement, world: World) -> DeviceMesh | None:
+        return None if world.simulated or devices.size == 1 else device_mesh(devices)
+
     def _compiled_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         world = self._world()
         if self._subject.refresh():
@@ -242,7 +247,7 @@ class Step:
             pins=self._pins,
             ranks=world.hosted(devices),
             device=_device(devices),
-            simulated=world.simulated,
+            mesh=self._mesh(devices, world),
             batch_stats=self._batch_stats,
         )
         if not world.simulated and devices.size > 1:
@@ -304,7 +309,9 @@ class Step:
         if compiled not in self._observed:
             ranks, device = list(compiled.lowered.programs), _device(compiled.plan.placement)
             lowered = lower_step(compiled.plan, ranks, device, observe=True)
-            self._observed[compiled] = load(compiled.captured, lowered, self._world().simulated)
+            self._observed[compiled] = load(
+                compiled.captured, lowered, self._mesh(compiled.plan.placement, self._world())
+            )
         return self._observed[compiled]
 
     # --- running -----------------------------------------------------------------------------------
