@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from ..sbp.ops.attention import additive_mask, attention
 
 Tensor = torch.Tensor
-
-
-class AttentionMode(TorchFunctionMode):
-    """Turns calls of `F.scaled_dot_product_attention` into `scaled_dot_product_attention` below.
-
-    Python's function modes do not see calls that torch's own Python functions make once a mode has been
-    asked about them (`F.multi_head_attention_forward`), nor those of a backward pass.
-    """
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is F.scaled_dot_product_attention:
-            return scaled_dot_product_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
 
 
 def scaled_dot_product_attention(

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from monoflow.capture.attention import AttentionMode
+from monoflow.capture.modes import logical_attention
 from monoflow.sbp.layout import B, P, S
 from monoflow.sbp.ops.attention import attention, attention_backward
 from monoflow.sbp.oracle import missing_signatures, prove, prove_nd, wrong_signatures
@@ -42,7 +42,7 @@ def compare(sizes, dtype, *args, **kwargs):
     q, k, v = inputs
     with sdpa_kernel(SDPBackend.MATH):
         expected = F.scaled_dot_product_attention(q, k, v, *args, **kwargs)
-    with AttentionMode():
+    with logical_attention():
         got = F.scaled_dot_product_attention(q, k, v, *args, **kwargs)
     assert got.shape == expected.shape and got.dtype == dtype
     weight = torch.randn(expected.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
@@ -146,7 +146,7 @@ def names_of(function, *args):
 @pytest.mark.parametrize("value_size", [8, 4])
 def test_one_node_forward_and_one_backward(value_size):
     def step(q, k, v):
-        with AttentionMode():
+        with logical_attention():
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return torch.autograd.grad(out.sum(), (q, k, v))
 
@@ -166,11 +166,11 @@ def test_falls_through_to_primitive_ops():
     learned = torch.zeros(5, 5, requires_grad=True)
 
     def with_dropout(q, k, v):
-        with AttentionMode():
+        with logical_attention():
             return F.scaled_dot_product_attention(q, k, v, None, 0.5)
 
     def with_learned_mask(q, k, v, mask):
-        with AttentionMode():
+        with logical_attention():
             return F.scaled_dot_product_attention(q, k, v, mask)
 
     dropped = names_of(with_dropout, q, k, v)
@@ -180,7 +180,7 @@ def test_falls_through_to_primitive_ops():
         assert any("softmax" in name for name in names) and any("bmm" in name for name in names)
         assert not any("scaled_dot_product" in name for name in names)
     assert any("bernoulli" in name or "dropout" in name for name in dropped)
-    with AttentionMode():
+    with logical_attention():
         F.scaled_dot_product_attention(q, k, v, learned).sum().backward()
     assert learned.grad is not None and learned.grad.isfinite().all()
 
@@ -189,7 +189,7 @@ def test_a_bool_mask_with_dropout_masks():
     q, k, v = (x.detach() for x in tensors(SIZES["self"], torch.float32))
     mask = torch.zeros(5, 5, dtype=torch.bool)
     mask[:, 3] = True
-    with AttentionMode():
+    with logical_attention():
         out = F.scaled_dot_product_attention(q, k, v, mask, 0.5)
     kept = out.abs().sum(-1, keepdim=True) > 0
     torch.testing.assert_close(out, torch.where(kept, 2 * v[:, :, 3:4], 0.0))
@@ -197,7 +197,7 @@ def test_a_bool_mask_with_dropout_masks():
 
 def test_mask_and_causal_together_are_refused_as_in_torch():
     q, k, v = (x.detach() for x in tensors(SIZES["self"], torch.float32))
-    with AttentionMode(), pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+    with logical_attention(), pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
         F.scaled_dot_product_attention(q, k, v, torch.zeros(5, 5), is_causal=True)
 
 
@@ -319,6 +319,6 @@ def test_shapes_that_do_not_fit_are_refused():
 
 def test_default_scale():
     q, k, v = (x.detach() for x in tensors(SIZES["self"], torch.float32))
-    with AttentionMode():
+    with logical_attention():
         got = F.scaled_dot_product_attention(query=q, key=k, value=v)
     assert torch.equal(got, attention(q, k, v, None, False, 1 / math.sqrt(8))[0])
