@@ -1,6 +1,7 @@
 """Rules of convolutions."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,6 +74,20 @@ def test_grouped_convolution_splits_by_whole_groups(inner, outer, groups, transp
 def test_groups_that_do_not_divide_are_units():
     found = proven(RULES[CONV], CONV, *_case(6, 3, 3))
     holds(found, "S(1,1,2), S(0), S(0) -> S(1)")
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("inner", "outer"), [(4, 4), (4, 8), (8, 4)])
+def test_groups_that_an_outer_axis_left(inner, outer, transposed):
+    """Shapes are what an outer axis left of 8 groups, arguments are the whole call's."""
+    case = _case(inner, outer, 4, transposed)
+    for op, args, at in ((CONV, case, -1), (BACKWARD, _backward(case, [True] * 3), -2)):
+        alone = describe(op, args, {})
+        within = replace(alone, args=(*alone.args[:at], 8, *alone.args[len(alone.args) + at + 1 :]))
+        forms = [()] * len(alone.inputs)
+        found = RULES[op].signatures(within, 2, forms)
+        assert found == RULES[op].signatures(alone, 2, forms)
+        assert any(one.inputs[1] == S(1 if op is BACKWARD else 0) for one in found)
 
 
 @pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3))[:-1])

@@ -57,20 +57,27 @@ def _backward_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Sig
     return [*found, *_by_group(call, axis_size, forms)]
 
 
-def _channels(call: OpCall) -> tuple[int, int]:
-    """Input and output channels of one group."""
-    weight = call.inputs[tensor_names(call).index("weight")].shape
-    groups = argument(call, "groups")
+def _channels(call: OpCall) -> tuple[int, int, int]:
+    """The groups that the call's tensors hold (outer axes may leave a few of them), and the input and output
+    channels of one."""
+    names = tensor_names(call)
+    weight = call.inputs[names.index("weight")].shape
     if argument(call, "transposed"):
-        return weight[0] // groups, weight[1]
-    return weight[1], weight[0] // groups
+        result = call.inputs[names.index("grad_output")] if "grad_output" in names else call.outputs[0]
+        assert result is not None
+        groups = result.shape[1] // weight[1]
+        return groups, weight[0] // groups, weight[1]
+    groups = call.inputs[names.index("input")].shape[1] // weight[1]
+    return groups, weight[1], weight[0] // groups
 
 
 def _by_group(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Whole groups over the ranks, in each of the blocks in which the input or the gradient comes."""
     if argument(call, "groups") == 1:
         return []
-    inner, outer = _channels(call)
+    groups, inner, outer = _channels(call)
+    if groups == 1:
+        return []
     blocks = {1} | {one.blocks for form in forms[:2] for one in form if one.dim == 1}
     found = []
     for count in sorted(blocks):
