@@ -82,7 +82,7 @@ def placement(device_type: str, ranks: Sequence, axes: Sequence[str] | None = No
         grid = np.array(ranks)
     except ValueError:
         raise PlacementError(f"the grid of ranks is ragged: {ranks!r}; give rows of equal length") from None
-    if grid.size == 0 or grid.dtype.kind != "i" or grid.min() < 0:
+    if grid.size == 0 or grid.ndim == 0 or grid.dtype.kind != "i" or grid.min() < 0:
         raise PlacementError(f"ranks must be a grid of non-negative integers, got {ranks!r}")
     flat = grid.flatten().tolist()
     if len(set(flat)) != len(flat):

@@ -6,6 +6,7 @@ The only file of this part that touches torch's private names.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
@@ -41,8 +42,9 @@ def device_mesh(placement: _mesh.Placement) -> DeviceMesh:
     """The torch device mesh of a placement. Collective over the whole job the first time.
 
     Raises:
-        PlacementError: the placement names a rank that this job does not have.
+        PlacementError: the placement names a rank that this job does not have, or its ranks descend.
     """
+    _check_ascending(placement)
     if placement.ranks and max(placement.ranks) >= world_size():
         raise PlacementError(
             f"{placement} needs rank {max(placement.ranks)}, but the job has {world_size()}: "
@@ -56,6 +58,17 @@ def device_mesh(placement: _mesh.Placement) -> DeviceMesh:
         grid = torch.tensor(placement.ranks).reshape(placement.shape)
         meshes[placement] = DeviceMesh(placement.device_type, grid, mesh_dim_names=placement.axes)
     return meshes[placement]
+
+
+def _check_ascending(placement: _mesh.Placement) -> None:
+    """torch sorts a process group's ranks, and a DTensor gathers in that order: rows would change places."""
+    for axis, rank in itertools.product(range(placement.num_axes), placement.ranks):
+        members = placement.group(axis, rank)
+        if list(members) != sorted(members):
+            raise PlacementError(
+                f"{placement} has ranks {list(members)} along axis {placement.axes[axis]!r}, in which order "
+                f"torch's DTensor cannot gather; name the ranks of every axis in ascending order"
+            )
 
 
 def _join(device_type: str) -> None:
