@@ -114,7 +114,7 @@ def test_distribute_is_undone_by_unshard() -> None:
 def test_every_split_fits_and_is_named_once() -> None:
     assert set(every_split((4,), 2)) == {S(0), S(0, 2), S(0, 1, 4)}
     assert every_split((4,), 1) == [S(0), S(0, 2), S(0, 4)]
-    assert set(every_split((6,), 4)) == {Split(0, 1, u) for u in (1, 2, 3, 6)}
+    assert set(every_split((6,), 4)) == {Split(0, 1, u) for u in (1, 3, 6)}  # unit 2 gives unit 1's shares
 
 
 def test_absent_outputs_and_metas() -> None:

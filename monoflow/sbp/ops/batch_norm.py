@@ -19,8 +19,9 @@ aten = torch.ops.aten
 def _local_batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # With momentum 1, torch's running statistics are those of this batch: mean and unbiased variance.
-    mean, var = (x.new_empty(x.shape[1], dtype=_statistics_dtype(x, weight)) for _ in range(2))
+    # With momentum 1, torch's running statistics are those of this batch: mean and unbiased variance. They
+    # start from zeros, as 0 times whatever memory held before could be NaN.
+    mean, var = (x.new_zeros(x.shape[1], dtype=_statistics_dtype(x, weight)) for _ in range(2))
     out = aten.native_batch_norm.default(x, weight, bias, mean, var, True, 1.0, eps)[0]
     return out, mean.mul_(share), var.mul_(share)
 
