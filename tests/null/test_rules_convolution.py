@@ -8,7 +8,7 @@ import torch
 
 from monoflow.sbp.layout import S
 from monoflow.sbp.oracle import WrongRule, describe, missing_signatures, prove_nd
-from monoflow.sbp.rules.convolution import RULES
+from monoflow.sbp.rules.convolution import RULES, empty_convolution_backward
 from tests.null.rule_trial import holds, proven, values
 
 aten = torch.ops.aten
@@ -110,6 +110,17 @@ def test_backward(transposed, mask):
 def test_backward_of_few_channels_and_samples():
     case = _case(3, 2, samples=1)
     proven(RULES[BACKWARD], BACKWARD, *_backward(case, [True] * 3), axis_sizes=(2, 4, 5))
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_rank_without_channels_has_the_very_bias_gradient(transposed):
+    """The ranks hold replicas of it, which must not drift apart by rounding."""
+    case = _case(3, 5, transposed=transposed, spatial=(50,), dtype=torch.float32)
+    args = _backward(case, [True] * 3)
+    sizes = [(3, 0, 50), (0, 5, 3) if transposed else (5, 0, 3)]
+    found = empty_convolution_backward(args[0], sizes, (*sizes, (5,)), *args[4:9])
+    assert [tuple(one.shape) for one in found if one is not None] == [*sizes, (5,)]
+    assert found[2] is not None and torch.equal(found[2], BACKWARD(*args)[2])
 
 
 def test_nothing_is_missing_but_spatial_splits():

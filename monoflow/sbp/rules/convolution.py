@@ -135,7 +135,8 @@ def _local(call: LocalCall) -> LocalOp:
 def _backward_local(call: LocalCall) -> LocalOp:
     if any_empty(call):
         shapes = tuple(None if out is None else out.shape for out in call.outputs)
-        return empty_convolution_backward, (call.args[0], shapes), {}
+        sizes = tuple(one.shape for one in call.inputs[1:])
+        return empty_convolution_backward, (call.args[0], sizes, shapes, *call.args[4:9]), {}
     values: dict[str, object] = {"groups": _local_groups(call)}
     if argument(call, "bias_sizes") is not None:
         values["bias_sizes"] = [call.inputs[0].shape[1]]
@@ -150,14 +151,30 @@ def empty_convolution(input: torch.Tensor, bias: torch.Tensor | None, shape: Seq
 
 
 def empty_convolution_backward(
-    grad_output: torch.Tensor, shapes: Sequence[Sequence[int] | None]
+    grad_output: torch.Tensor,
+    sizes: Sequence[Sequence[int]],
+    shapes: Sequence[Sequence[int] | None],
+    *geometry: object,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Its backward: no sum has a term but the bias gradient, which no input channel takes part in."""
+    """Its backward: no sum has a term but the bias gradient, which no input channel takes part in.
+
+    The bias gradient is a replica of what other ranks' kernels sum, so the same kernel sums it, bit by bit.
+
+    Args:
+        sizes: of the image and the weight.
+        shapes: of the gradients, None where one is not asked for.
+        geometry: the op's arguments from its stride to its output padding.
+    """
     image, weight = (None if shape is None else grad_output.new_zeros(shape) for shape in shapes[:2])
     if shapes[2] is None:
         return image, weight, None
-    dims = (0, *range(2, grad_output.ndim))
-    return image, weight, torch.sum(grad_output, dims)
+    if not grad_output.numel():
+        return image, weight, grad_output.new_zeros(shapes[2])
+    one_channel = [grad_output.new_zeros([max(extent, 1) for extent in size]) for size in sizes]
+    bias = torch.ops.aten.convolution_backward.default(
+        grad_output, *one_channel, shapes[2], *geometry, 1, [False, False, True]
+    )[2]
+    return image, weight, bias
 
 
 RULES: dict[Callable, OpRule] = {
