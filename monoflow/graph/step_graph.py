@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from ..errors import FlowError
 from ..sbp.signature import OpCall, TensorMeta
@@ -269,25 +268,30 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
 
 def metas_of(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     """Shape and dtype of every tensor output of a node; None for an absent one."""
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return (meta_of(value),)
-    leaves = pytree.tree_leaves(value, is_leaf=lambda x: x is None)
-    return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in leaves)
+    return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in _leaves(node.meta["val"]))
 
 
 def tensor_args(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor arguments of a node in flattened order, repeats included."""
-    return tuple(x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, fx.Node))
+    return tuple(x for x in _leaves((node.args, node.kwargs)) if isinstance(x, fx.Node))
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What lists, tuples and dicts hold, in order. What fx allows as arguments needs no more than that."""
+    if isinstance(tree, (list, tuple)):
+        for one in tree:
+            yield from _leaves(one)
+    elif isinstance(tree, dict):
+        for one in tree.values():
+            yield from _leaves(one)
+    else:
+        yield tree
 
 
 def op_call(node: fx.Node) -> OpCall:
     """The node as a rule sees it."""
 
-    def to_meta(x: Any) -> Any:
-        return metas_of(x)[0] if isinstance(x, fx.Node) else x
-
-    args, kwargs = pytree.tree_map(to_meta, (node.args, dict(node.kwargs)))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: metas_of(one)[0])  # type: ignore[misc]
     return OpCall(node.target, args, kwargs, metas_of(node))  # pyright: ignore[reportArgumentType]
 
 

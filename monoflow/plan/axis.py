@@ -104,6 +104,7 @@ class AxisProblem:
         self.sizes: list[int] = []
         self.factors: list[Factor] = []
         self._prices: dict[tuple, float] = {}
+        self._tables: dict[tuple, np.ndarray] = {}
 
     def solve(self) -> AxisPlan:
         """The best choice, and what follows from it."""
@@ -161,7 +162,9 @@ class AxisProblem:
         self.factors.append(((number,), np.array(costs) + _HAIR * np.arange(len(costs))))
         return number
 
-    def _add_factor(self, first: int | None, second: int | None, table: Sequence[Sequence[float]]) -> None:
+    def _add_factor(
+        self, first: int | None, second: int | None, table: np.ndarray | Sequence[Sequence[float]]
+    ) -> None:
         """A cost for every pair of choices; a side without a variable has one choice."""
         array = np.array(table, dtype=float)
         variables = tuple(one for one in (first, second) if one is not None)
@@ -206,14 +209,13 @@ class AxisProblem:
                     one.inputs[at] for at in positions if isinstance(one.inputs[at], Split)
                 )
         hub = self._add_variable([0.0] * len(layouts))
-        self._add_factor(giver, hub, [[self._price(value, a, b) for b in layouts] for a in given])
+        self._add_factor(giver, hub, self._table(value, given, [(one,) for one in layouts]))
         return hub, list(layouts)
 
     def _read_factor(self, giver: int | None, given: Sequence[Sbp], value: Value, user: fx.Node) -> None:
         positions = self.uses[value][user]
         wanted = [tuple({one.inputs[at]: None for at in positions}) for one in self.options.of[user]]
-        table = [[sum(self._price(value, a, b) for b in layouts) for layouts in wanted] for a in given]
-        self._add_factor(giver, self.variable[user], table)
+        self._add_factor(giver, self.variable[user], self._table(value, given, wanted))
 
     def _use_factor(self, giver: int | None, given: Sequence[Sbp], value: Value, user: fx.Node) -> None:
         """A parameter is used as the template says; another use is possible, but not chosen without need."""
@@ -237,7 +239,7 @@ class AxisProblem:
             owner = self._owner(replaced)
             number = self.variable[self.graph.placeholders[owner]] if owner is not None else None
             targets = self._storages(replaced)
-            self._add_factor(giver, number, [[self._price(value, a, b) for b in targets] for a in given])
+            self._add_factor(giver, number, self._table(value, given, [(one,) for one in targets]))
         else:
             self._add_factor(giver, None, [[self._price(value, a, self._handed_out(name, a))] for a in given])
 
@@ -250,6 +252,15 @@ class AxisProblem:
         """A replica is kept and updated whole on every rank."""
         share = 1.0 / self.goal.size if isinstance(layout, Split) else 1.0
         return 8.0 * self.graph.input_of[name].meta.num_bytes * share / self.device.memory
+
+    def _table(self, value: Value, given: Sequence[Sbp], wanted: Sequence[tuple[Sbp, ...]]) -> np.ndarray:
+        """The price of bringing a tensor from each layout into each set of layouts. Layers share tables."""
+        key = (self.options.metas[value], tuple(given), tuple(wanted))
+        if key not in self._tables:
+            self._tables[key] = np.array(
+                [[sum(self._price(value, a, b) for b in layouts) for layouts in wanted] for a in given]
+            )
+        return self._tables[key]
 
     def _price(self, value: Value, source: Sbp, target: Sbp) -> float:
         meta = self.options.metas[value]

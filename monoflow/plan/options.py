@@ -77,7 +77,11 @@ class Options:
         else:
             forms = [self._offered(value) for value in self.sources[node]]
             for one in self._signatures(rule, call, forms):
-                if self._is_sensible(node, one) and self._fits(call, one, outer_in, outer_out, node):
+                if (
+                    self._is_sensible(node, one)
+                    and self._fits(call, one)
+                    and (not self.outer or self._nests(node, call, one, outer_in, outer_out))
+                ):
                     found[one] = None
         self.of[node] = list(found)
         for index in range(len(call.outputs)):
@@ -109,10 +113,22 @@ class Options:
         partials = [(value, one) for value, one in layouts if isinstance(one, Partial)]
         return not partials or any(one in self._given[value] for value, one in partials)
 
-    def _fits(
-        self, call: OpCall, signature: Signature, outer_in: list[NdSbp], outer_out: list[NdSbp], node: fx.Node
+    def _fits(self, call: OpCall, signature: Signature) -> bool:
+        """Whether every split fits its dim."""
+        sides = (
+            *zip(call.inputs, signature.inputs, strict=True),
+            *zip(call.outputs, signature.outputs, strict=True),
+        )
+        return all(
+            fits(meta.shape[one.dim], one, self.size)
+            for meta, one in sides
+            if isinstance(one, Split) and meta is not None
+        )
+
+    def _nests(
+        self, node: fx.Node, call: OpCall, signature: Signature, outer_in: list[NdSbp], outer_out: list[NdSbp]
     ) -> bool:
-        """Splits must fit; on a dim that an outer axis splits, both splits must be even."""
+        """Whether, on every dim that an outer axis splits too, both splits are even."""
         wholes = [metas_of(source)[0] for source in tensor_args(node)], metas_of(node)
         sides = (
             (wholes[0], call.inputs, signature.inputs, outer_in),
@@ -122,8 +138,6 @@ class Options:
             for before, meta, one, outer in zip(whole, metas, layouts, outers, strict=True):
                 if not isinstance(one, Split) or meta is None or before is None:
                     continue
-                if not fits(meta.shape[one.dim], one, self.size):
-                    return False
                 if any(isinstance(other, Split) and other.dim == one.dim for other in outer):
                     evenly = self._cut_evenly(before.shape, outer, one.dim)
                     if not (evenly and _is_even(meta.shape[one.dim], one, self.size)):

@@ -71,7 +71,12 @@ def simulate(num_ranks: int) -> Iterator[None]:
     """Within: this process stands for `num_ranks` ranks, all run in turn; for tests and for looking at plans.
 
     The models keep whole tensors; every step cuts them, runs all ranks, and joins the results.
+
+    Raises:
+        PlacementError: fewer than one rank.
     """
+    if num_ranks < 1:
+        raise PlacementError(f"simulate({num_ranks}): the number of ranks must be at least 1")
     token = _SIMULATED.set(num_ranks)
     try:
         yield
