@@ -31,6 +31,12 @@ def test_a_simulation_hosts_all_ranks_and_ends() -> None:
     assert current_world("cpu").size == 1
 
 
+@pytest.mark.parametrize("num_ranks", [0, -1])
+def test_a_simulation_of_no_rank_is_refused(num_ranks: int) -> None:
+    with pytest.raises(PlacementError, match=rf"simulate\({num_ranks}\)"), simulate(num_ranks):
+        pass
+
+
 def test_a_process_hosts_its_own_rank() -> None:
     assert World(3, 2, False).hosted(LINE) == (2,)
     assert World(5, 4, False).hosted(placement("cpu", [4, 1])) == (4,)
