@@ -82,6 +82,7 @@ def compile_step(
     device: torch.device,
     mesh: DeviceMesh | None,
     batch_stats: str = "global",
+    observe: bool = False,
 ) -> Compiled:
     """Compiles one step function for one signature of its arguments.
 
@@ -90,10 +91,11 @@ def compile_step(
         device: where this process' tensors live.
         mesh: torch's device mesh of the placement; None where this process hosts all ranks.
         batch_stats: whether batch norm in training is over the "global" batch, or a rank's "local" rows.
+        observe: whether the programs also give out the gradients that the optimizers see.
     """
     captured = trace(function, subject, args, kwargs, batch_stats)
     planned = plan(captured, placement, plan_name, pins)
-    lowered = lower_step(planned, ranks, device)
+    lowered = lower_step(planned, ranks, device, observe)
     return load(captured, lowered, mesh)
 
 

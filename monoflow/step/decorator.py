@@ -103,7 +103,7 @@ class Step:
         self._pins: dict[str, tuple[Sbp, ...]] = {}
         self._compiled: dict[tuple, list[Compiled]] = {}
         self._last: Compiled | None = None
-        self._observed: dict[Compiled, Compiled] = {}
+        self._forms: dict[tuple[Compiled, bool], Compiled] = {}
         self._bindings: dict[Compiled, Binding] = {}
 
     # --- what a user calls -------------------------------------------------------------------------
@@ -223,14 +223,21 @@ class Step:
     def _mesh(self, devices: Placement, world: World) -> DeviceMesh | None:
         return None if world.simulated or devices.size == 1 else device_mesh(devices)
 
-    def _compiled_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
+    def _compiled_for(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], observe: bool = False
+    ) -> Compiled:
+        """What was compiled for such arguments, compiled now if nothing was.
+
+        Args:
+            observe: the form whose programs also give out the gradients.
+        """
         world = self._world()
         if self._subject.refresh():
             self._drop()
         key = (world, *_argument_signature(args, kwargs), self._subject.signature())
         for found in self._compiled.get(key, ()):
             if found.captured.fits(self._subject):
-                return found
+                return self._form(found, observe)
         devices = self._devices(world)
         if self._device_type() == "meta":
             raise PlacementError(
@@ -249,7 +256,9 @@ class Step:
             device=_device(devices),
             mesh=self._mesh(devices, world),
             batch_stats=self._batch_stats,
+            observe=observe,
         )
+        self._forms[compiled, observe] = compiled
         if not world.simulated and devices.size > 1:
             self._agree(compiled, args, kwargs, world.rank)
         self._settle(compiled, self._bound(compiled).store)
@@ -294,7 +303,7 @@ class Step:
 
     def _drop(self) -> None:
         """Forgets what was compiled: it is for other modules or other pins."""
-        for known in (self._compiled, self._observed, self._bindings):
+        for known in (self._compiled, self._forms, self._bindings):
             known.clear()
 
     def _bound(self, compiled: Compiled) -> Binding:
@@ -304,15 +313,15 @@ class Step:
             self._bindings[compiled] = Binding(compiled, self._subject, self._world(), device)
         return self._bindings[compiled]
 
-    def _observed_form(self, compiled: Compiled) -> Compiled:
-        """The same plan with programs that also give out the gradients."""
-        if compiled not in self._observed:
+    def _form(self, compiled: Compiled, observe: bool) -> Compiled:
+        """The same plan with programs that give out the gradients too, or that do not."""
+        if (compiled, observe) not in self._forms:
             ranks, device = list(compiled.lowered.programs), _device(compiled.plan.placement)
-            lowered = lower_step(compiled.plan, ranks, device, observe=True)
-            self._observed[compiled] = load(
+            lowered = lower_step(compiled.plan, ranks, device, observe)
+            self._forms[compiled, observe] = load(
                 compiled.captured, lowered, self._mesh(compiled.plan.placement, self._world())
             )
-        return self._observed[compiled]
+        return self._forms[compiled, observe]
 
     # --- running -----------------------------------------------------------------------------------
 

@@ -79,7 +79,8 @@ _NOISE = 1e-5
 def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: int) -> Report:
     """Runs `steps` steps both ways and compares; state and random generator are restored afterwards."""
     random = torch.get_rng_state()
-    compiled = step._last = step._compiled_for(args, kwargs)
+    compiled = step._compiled_for(args, kwargs, observe=True)
+    step._last = step._last or compiled
     world = step._world()
     keys = [share_key(draw_key(), world, torch.device("cpu")) for _ in range(steps)]
     reference = Reference(step._subject, step._function)
@@ -93,7 +94,7 @@ def compare(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any], steps: i
     before = _Before(step, compiled)
     try:
         for key, (results, grads) in zip(keys, expected, strict=True):
-            observed = step._observed_form(step._compiled_for(args, kwargs))
+            observed = step._compiled_for(args, kwargs, observe=True)
             got, seen = step._run(observed, args, kwargs, key)
             judge.results(_tensors(got), results)
             judge.grads({k.removesuffix(":observed_grad"): whole(v) for k, v in seen.items()}, grads)

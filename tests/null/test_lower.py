@@ -136,7 +136,7 @@ def test_observed_gradients_are_computed_only_when_asked_for() -> None:
         step = trained("zero")
         step(torch.ones(4, 6))
         compiled = step._require()
-        observed = step._observed_form(compiled)
+        observed = step._form(compiled, observe=True)
     names = [port.name for port in compiled.lowered.programs[0].outputs]
     more = [port.name for port in observed.lowered.programs[0].outputs]
     assert not any("observed" in name for name in names)
