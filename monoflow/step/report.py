@@ -160,7 +160,8 @@ class _Judge:
         assert got.keys() == expected.keys(), f"gradients of {got.keys() ^ expected.keys()} are missing"
         for name, value in expected.items():
             self.note("gradient", name, _difference(got[name], value), scale)
-            quiet = (value.abs() < _NOISE * scale) & ((value != 0) | (got[name] != 0))
+            a, b = _exact(got[name]), _exact(value)
+            quiet = (b.abs() < _NOISE * scale) & ((b != 0) | (a != 0))
             self.quiet[name] = self.quiet[name] | quiet if name in self.quiet else quiet
 
     def state(
@@ -197,13 +198,19 @@ def _state_key(name: str) -> str:
     return name.rsplit(":", 1)[1] if ":" in name else ""
 
 
+def _exact(value: torch.Tensor) -> torch.Tensor:
+    """In float64; a complex number is two entries, as it is to an optimizer."""
+    value = value.detach()
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double()
+
+
 def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a - b; zero where both are the same infinity, or both are no number."""
     assert a.shape == b.shape, f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
-    a, b = a.detach().double(), b.detach().double()
+    a, b = _exact(a), _exact(b)
     return torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b)
 
 
 def _magnitude(value: torch.Tensor) -> float:
-    finite = value.detach().double().nan_to_num(0.0, 0.0, 0.0)
+    finite = _exact(value).nan_to_num(0.0, 0.0, 0.0)
     return float(finite.abs().max()) if value.numel() else 0.0
