@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,10 +39,6 @@ class Placement:
             index, position = divmod(index, extent)
             coordinate.append(position)
         return tuple(reversed(coordinate))
-
-    def coordinates(self) -> Iterator[tuple[int, ...]]:
-        """All grid positions, in the order of `ranks`."""
-        return itertools.product(*(range(extent) for extent in self.shape))
 
     def group(self, axis: int, rank: int) -> tuple[int, ...]:
         """The ranks that differ from `rank` only along `axis`, in axis order (`rank` included)."""

@@ -84,7 +84,7 @@ def move(x, source: NdSbp, target: NdSbp, mesh) -> tuple[Route, SimTransport]:
     copies = {rank: tensor.clone() for rank, tensor in before.items()}
     after = apply_route(way, before, where, transport)
     assert all(torch.equal(before[rank], copies[rank]) for rank in before), "an input was changed"
-    got = {c: after[where.rank_at(c)] for c in where.coordinates()}
+    got = {where.coordinate(rank): after[rank] for rank in where.ranks}
     message = f"{way.text()}"
     assert torch.equal(unshard(got, target, mesh), x), message
     for coordinate, tensor in got.items():
