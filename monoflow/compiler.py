@@ -23,7 +23,7 @@ from .graph.verify import verify
 from .log import stage_logger
 from .lower.lower import Lowered, lower
 from .mesh import Placement
-from .plan.plan import Plan
+from .plan.plan import Plan, fingerprint
 from .plan.planner import plan_step
 from .runtime.actors import Engine
 from .runtime.transport import CommStats, DistTransport, SimTransport
@@ -43,6 +43,7 @@ __all__ = [
     "World",
     "compile_step",
     "current_world",
+    "fingerprint",
     "load",
     "lower_step",
     "plan",

@@ -180,7 +180,7 @@ class Subject:
         return (
             tuple((p.shape, p.dtype, p.device, p.requires_grad) for p in self.params.values()),
             tuple((b.shape, b.dtype) for b in self.buffers().values()),
-            tuple(module.training for module in self.modules),
+            tuple(_settings(module) for module in self.modules),
             tuple(static_values(optimizer) for optimizer in self.optimizers),
         )
 
@@ -233,6 +233,16 @@ class Subject:
             owner.state[self.params[name]][key] = value
 
         return Slot(self.state_name(optimizer, param, key), Role.STATE, name, get, put, replace)
+
+
+_PLAIN = (bool, int, float, str)
+
+
+def _settings(module: nn.Module) -> tuple:
+    """What a forward may read of a module in Python: its mode, numbers and strings, and that it has hooks."""
+    own = module.__dict__
+    hooks = len(module._forward_hooks) + len(module._forward_pre_hooks) + len(module._backward_hooks)
+    return (hooks, *[(key, value) for key, value in own.items() if type(value) in _PLAIN])
 
 
 def _next_value(present: torch.Tensor | None, value: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,11 +1,15 @@
-"""What every rank must hold alike is compared once, when a step is compiled: a wrong number would be silent.
+"""What every rank must do and hold alike is compared: else a number would be wrong in silence, or ranks would
+wait for each other without end.
 
+How a step is called (shapes, settings, learning rates) is compared at every call, tensors when it is
+compiled.
 A plain tensor in a batch means the whole global batch on every rank. Parameters that are not split yet must
 have begun alike; where they have not (no `torch.manual_seed` before the model was built), rank 0's are used.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -49,6 +53,45 @@ def make_alike(tensors: Mapping[str, torch.Tensor], placement: Placement, rank: 
                 value = tensors[name].detach().contiguous()
                 dist.broadcast(value, placement.group(axis, rank)[0], group=mesh.get_group(axis))
                 tensors[name].copy_(value)
+
+
+def check_same(parts: Mapping[str, int], what: str, placement: Placement, rank: int) -> None:
+    """Raises LayoutError, on every rank, if a digest differs between ranks; one small collective an axis.
+
+    Args:
+        parts: digests by the name of what they stand for; the same names on every rank.
+        what: what the ranks do differently, for the message.
+    """
+    mesh = device_mesh(placement)
+    device = torch.device(placement.device_type)
+    own = torch.tensor(list(parts.values()), dtype=torch.int64, device=device)
+    differs = torch.zeros_like(own)
+    for axis in range(placement.num_axes):
+        sent = torch.stack([own, differs])
+        found = [torch.empty_like(sent) for _ in range(placement.shape[axis])]
+        dist.all_gather(found, sent, group=mesh.get_group(axis))
+        # What the groups along the axes before found comes along, so that every rank knows of all.
+        for digests, known in found:
+            differs |= known | (digests != found[0][0])
+    names = [name for name, one in zip(parts, differs.tolist(), strict=True) if one]
+    if names:
+        raise LayoutError(
+            f"the ranks of {placement} {what}: {', '.join(names)} differ. Every rank must run the same "
+            "program with the same settings; only what flow.stream and flow.from_local give may differ"
+        )
+
+
+def digest_of(value: object) -> int:
+    """A 62-bit digest of nested tuples of plain values, the same in every process; other objects by type."""
+    return int.from_bytes(hashlib.blake2b(repr(_portable(value)).encode(), digest_size=8).digest()) >> 2
+
+
+def _portable(value: object) -> object:
+    if isinstance(value, (tuple, list)):
+        return tuple(_portable(one) for one in value)
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return value
+    return str(value) if isinstance(value, torch.Size) else type(value).__name__
 
 
 def _differing(tensors: Mapping[str, torch.Tensor], placement: Placement, rank: int) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from ..compiler import (
     World,
     compile_step,
     current_world,
+    fingerprint,
     load,
     lower_step,
     share_key,
@@ -28,20 +32,23 @@ from ..compiler import (
     trace,
 )
 from ..errors import CaptureError, FlowError, LayoutError, PlacementError
-from ..log import stage_logger
 from ..mesh import Placement
 from ..mesh import placement as make_placement
 from ..sbp.layout import Sbp
 from ..sbp.random_mode import draw_key
 from ..sbp.vocabulary import parse
 from ..tensor import device_mesh
-from .agree import check_alike, make_alike
+from .agree import check_alike, check_same, digest_of, make_alike
 from .binding import Binding
 from .reference import Reference, live_state
 from .report import Report, compare
 from .store import Store
+from .versions import PARTS, Kind, Versions, kind_of
 
-_MANY_SIGNATURES = 8
+#: The step that is being captured in this thread, if any.
+_CAPTURING: ContextVar[str] = ContextVar("step that is captured", default="")
+#: torch traces one function at a time.
+_ONE_CAPTURE = threading.RLock()
 
 
 def graph(
@@ -101,7 +108,9 @@ class Step:
         self._function, self._subject = function, subject
         self._placement, self._plan_name, self._batch_stats = placement, plan, batch_stats
         self._pins: dict[str, tuple[Sbp, ...]] = {}
-        self._compiled: dict[tuple, list[Compiled]] = {}
+        self._versions = Versions(self._name)
+        self._lock = threading.RLock()
+        self._agreed: tuple[Kind, dict[str, int]] | None = None
         self._last: Compiled | None = None
         self._forms: dict[tuple[Compiled, bool], Compiled] = {}
         self._bindings: dict[Compiled, Binding] = {}
@@ -109,9 +118,10 @@ class Step:
     # --- what a user calls -------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiled = self._compiled_for(args, kwargs)
-        self._last = compiled
-        return self._run(compiled, args, kwargs)[0]
+        with self._entered():
+            compiled = self._compiled_for(args, kwargs)
+            self._last = compiled
+            return self._run(compiled, args, kwargs)[0]
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function eagerly, with the random numbers that the compiled step would draw.
@@ -234,17 +244,37 @@ class Step:
         world = self._world()
         if self._subject.refresh():
             self._drop()
-        key = (world, *_argument_signature(args, kwargs), self._subject.signature())
-        for found in self._compiled.get(key, ()):
-            if found.captured.fits(self._subject):
-                return self._form(found, observe)
-        devices = self._devices(world)
+        kind, devices = kind_of(world, self._subject, args, kwargs), self._devices(world)
+        several = not world.simulated and devices.size > 1
+        if several:
+            self._same_call(kind, devices, world.rank)
+        found = self._versions.find(kind, self._subject)
+        if found is not None:
+            return self._form(found, observe)
         if self._device_type() == "meta":
             raise PlacementError(
                 f"{self._name} cannot run on meta parameters, which have no values; look at its graph with "
                 f"{self._name}.capture(batch), or give the model memory with model.to_empty(device=...)"
             )
-        compiled = compile_step(
+        with _ONE_CAPTURE, self._capturing():
+            compiled = self._compile(args, kwargs, devices, world, observe)
+        self._forms[compiled, observe] = compiled
+        if several:
+            self._agree(compiled, args, kwargs, world.rank)
+        self._settle(compiled, self._bound(compiled).store)
+        for old in self._versions.add(kind, compiled):
+            self._forget(old)
+        return compiled
+
+    def _compile(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        devices: Placement,
+        world: World,
+        observe: bool,
+    ) -> Compiled:
+        return compile_step(
             self._function,
             self._subject,
             args,
@@ -258,18 +288,37 @@ class Step:
             batch_stats=self._batch_stats,
             observe=observe,
         )
-        self._forms[compiled, observe] = compiled
-        if not world.simulated and devices.size > 1:
-            self._agree(compiled, args, kwargs, world.rank)
-        self._settle(compiled, self._bound(compiled).store)
-        self._compiled.setdefault(key, []).append(compiled)
-        if len(self._compiled) == _MANY_SIGNATURES:
-            stage_logger("capture").warning(
-                "%s was captured %d times, for arguments %s; pad batches to a few shapes, every new one is "
-                "captured and planned again",
-                self._name, len(self._compiled), "; ".join(_shapes(one) for one in self._compiled),
-            )  # fmt: skip
-        return compiled
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        token = _CAPTURING.set(self._name)
+        try:
+            yield
+        finally:
+            _CAPTURING.reset(token)
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Within: this thread alone runs the step. Refuses a step that is called inside another."""
+        if _CAPTURING.get():
+            raise CaptureError(
+                f"{self._name} is called inside {_CAPTURING.get()}, which is being captured; call the "
+                f"function that it was made from, {self._name}.__wrapped__(...), or one step after the other"
+            )
+        with self._lock:
+            yield
+
+    def _same_call(self, kind: Kind, devices: Placement, rank: int) -> None:
+        """Sees to it that every rank makes the same kind of call. Off the CPU only when it is a new one."""
+        if self._agreed is None or self._agreed[0] != kind:
+            self._agreed = kind, {text: digest_of(getattr(kind, part)) for part, text in PARTS.items()}
+        elif devices.device_type != "cpu":
+            return
+        rates = tuple(
+            float(group["lr"]) for optimizer in self._subject.optimizers for group in optimizer.param_groups
+        )
+        parts = self._agreed[1] | {"the learning rates": digest_of(rates)}
+        check_same(parts, f"call {self._name} differently", devices, rank)
 
     def _agree(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> None:
         """Sees to it that whole tensors are the same on every rank."""
@@ -277,6 +326,8 @@ class Step:
         leaves = [
             one for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, torch.Tensor)
         ]
+        graph = {"the captured graphs": digest_of(fingerprint(compiled.plan.graph))}
+        check_same(graph, f"captured {self._name} differently", placement, rank)
         batch = dict(zip(captured.batch_names, leaves, strict=True))
         check_alike(batch | dict(compiled.plan.graph.constants), placement, rank)
         live = {name: slot.get() for name, slot in captured.slots.items()}
@@ -303,8 +354,13 @@ class Step:
 
     def _drop(self) -> None:
         """Forgets what was compiled: it is for other modules or other pins."""
-        for known in (self._compiled, self._forms, self._bindings):
+        for known in (self._versions, self._forms, self._bindings):
             known.clear()
+
+    def _forget(self, compiled: Compiled) -> None:
+        for form in (self._forms.pop((compiled, observe), None) for observe in (False, True)):
+            if form is not None:
+                self._bindings.pop(form, None)
 
     def _bound(self, compiled: Compiled) -> Binding:
         """How a compiled step reads and writes the live objects."""
@@ -342,27 +398,3 @@ def _device(placement: Placement) -> torch.device:
     if placement.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(placement.device_type, torch.accelerator.current_device_index())
-
-
-def _argument_signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple:
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    autocast = tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)
-    )
-    return (str(spec), tuple(_leaf_signature(leaf) for leaf in leaves), autocast, torch.is_grad_enabled())
-
-
-def _leaf_signature(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        layout = leaf.placements if isinstance(leaf, DTensor) else None
-        return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad, layout)
-    try:
-        hash(leaf)
-    except TypeError:
-        return type(leaf), id(leaf)
-    return type(leaf), leaf  # 1, 1.0 and True are equal, but not the same step
-
-
-def _shapes(key: tuple) -> str:
-    leaves = key[2]
-    return ", ".join(str(list(one[0])) if isinstance(one[0], tuple) else repr(one[1]) for one in leaves)

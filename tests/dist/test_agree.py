@@ -93,3 +93,50 @@ def test_what_each_rank_loaded_itself_is_taken_as_its_part(run_ranks: RunRanks) 
     x, y = torch.randn(4, 6), torch.randn(4, 4)
     expected = F.mse_loss(model(x), y).item()
     assert run_ranks(2, own_parts) == pytest.approx([expected] * 2, abs=1e-6)
+
+
+def different_calls(what: str, num_ranks: int) -> str:
+    """Rank 1 does one thing otherwise; returns the error that this rank got."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grid = [[0, 1], [2, 3]] if num_ranks == 4 else [0, 1]
+    factor = 1.0 + rank if what == "a number in Python" else 1.0
+
+    @flow.graph(model, optimizer, placement=flow.placement("cpu", grid))
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x) * factor, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x, y = torch.ones(6, 6), torch.ones(6, 4)
+    try:
+        step(x, y)
+        if what == "a later shape" and rank == 1:
+            x, y = x[:5], y[:5]
+        if what == "the learning rate":
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank)
+        if what == "the mode":
+            model.train(rank != 1)
+        step(x, y)
+    except LayoutError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        ("a number in Python", "the captured graphs"),
+        ("a later shape", "shapes"),
+        ("the learning rate", "the learning rates"),
+        ("the mode", "train/eval mode"),
+    ],
+)
+def test_ranks_that_call_differently_are_refused_on_all(run_ranks: RunRanks, what: str, named: str) -> None:
+    num_ranks = 4 if what == "a later shape" else 2
+    for message in run_ranks(num_ranks, different_calls, what, num_ranks):
+        assert named in message and "Every rank must run the same program" in message
