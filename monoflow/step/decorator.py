@@ -31,10 +31,10 @@ from ..compiler import (
     subject_of,
     trace,
 )
-from ..errors import CaptureError, FlowError, LayoutError, PlacementError
+from ..errors import CaptureError, FlowError, LayoutError, PlacementError, PlanError
 from ..mesh import Placement
 from ..mesh import placement as make_placement
-from ..sbp.layout import Sbp
+from ..sbp.layout import Broadcast, Partial, Sbp, Split
 from ..sbp.random_mode import draw_key
 from ..sbp.vocabulary import parse
 from ..tensor import device_mesh
@@ -78,6 +78,12 @@ def graph(
     ):
         raise CaptureError(
             "write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone"
+        )
+    if plan is not None and not isinstance(plan, str):
+        raise PlanError(f"plan={plan!r} is not a plan's name; choose data, zero, tensor or a product of them")
+    if placement is not None and not isinstance(placement, Placement):
+        raise PlacementError(
+            f'placement={placement!r} is not a placement; write flow.placement("cpu", {placement!r})'
         )
     if batch_stats not in ("global", "local"):
         raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
@@ -148,6 +154,8 @@ class Step:
                 reported when the step is compiled.
         """
         layout = parse(sbp) if isinstance(sbp, str) else tuple(sbp) if isinstance(sbp, Sequence) else (sbp,)
+        if not all(isinstance(one, (Split, Broadcast, Partial)) for one in layout):
+            raise LayoutError(f"pin {pattern!r}: {sbp!r} is not a layout; write S(0), B, or (S(0), B)")
         num_axes = self._devices(self._world()).num_axes
         if len(layout) != num_axes:
             raise LayoutError(

@@ -154,3 +154,23 @@ def test_threads_take_turns() -> None:
                 worker.join()
         results.append(model.weight.detach().clone())
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts"),
+    [
+        ({"plan": 3}, "plan=3 is not a plan's name"),
+        ({"placement": [0, 1]}, r'write flow.placement\("cpu", \[0, 1\]\)'),
+        ({"batch_stats": "mine"}, "batch_stats='mine'"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], facts: str) -> None:
+    with pytest.raises(flow.FlowError, match=facts):
+        flow.graph(nn.Linear(2, 2), **settings)
+
+
+def test_a_pin_that_is_no_layout_is_named() -> None:
+    model = nn.Linear(2, 2)
+    step = flow.graph(model)(lambda x: model(x))
+    with pytest.raises(flow.LayoutError, match="3 is not a layout"):
+        step.pin("weight", 3)  # pyright: ignore[reportArgumentType]
