@@ -83,6 +83,7 @@ class CaptureMode(TorchDispatchMode):
     Args:
         key: the fake key that random ops derive from.
         hypers: the fakes of hyper-parameters, which a step may read but not change.
+        batch: the fakes of the step's arguments by name, which it may not change either.
         module_names: qualified names of the models' modules by identity.
         step_code: the code object of the user's step function, to name its line in errors.
     """
@@ -91,12 +92,14 @@ class CaptureMode(TorchDispatchMode):
         self,
         key: torch.Tensor,
         hypers: Sequence[torch.Tensor],
+        batch: Mapping[str, torch.Tensor],
         module_names: Mapping[int, str],
         step_code: CodeType | None,
     ) -> None:
         super().__init__()
         self.key = key
         self.hypers = {id(hyper) for hyper in hypers}
+        self.batch_of_storage = {_storage(value): name for name, value in batch.items()}
         self.module_names = module_names
         self.step_code = step_code
         self.modules: list[str] = []
@@ -203,6 +206,9 @@ class CaptureMode(TorchDispatchMode):
         self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
+            # It writes its statistics, but only this op's schema says so.
+            func = aten._native_batch_norm_legit.default
         info = self.origin()
         proxies = get_proxy_mode()
         if func in _READS_VALUE and proxies is not None and not _is_known(args):
@@ -226,9 +232,6 @@ class CaptureMode(TorchDispatchMode):
         try:
             if is_fused_update(func):
                 return run_fused_update(func, args, kwargs)
-            if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
-                # It writes its statistics, but only this op's schema says so.
-                func = aten._native_batch_norm_legit.default
             return random_or(self.key, func, args, kwargs)
         except CaptureError as error:
             raise CaptureError(f"{error}, {self.place(info)}") from None
@@ -266,13 +269,20 @@ class CaptureMode(TorchDispatchMode):
                 f"the step changes the learning rate {self.place(info)}; call the scheduler outside the "
                 "step, after it: train_step(batch); scheduler.step()"
             )
+        written = list(_written(func, args, kwargs)) if func._schema.is_mutable else []
         for value in _tensors(args, kwargs):
             if not isinstance(value, FakeTensor):
-                self._refuse_real(func, value, args, kwargs, info)
+                self._refuse_real(value, written, info)
+        for value in written:
+            name = self.batch_of_storage.get(_storage(value))
+            if name is not None:
+                raise CaptureError(
+                    f"the step writes in place to its argument {name} (or a view of it) {self.place(info)}; "
+                    "a captured step leaves its arguments as they are. Compute a new tensor (x = x + 1), or "
+                    "write to a copy (x = x.clone())"
+                )
 
-    def _refuse_real(
-        self, func: Any, value: torch.Tensor, args: Sequence, kwargs: Mapping[str, Any], info: NodeInfo
-    ) -> None:
+    def _refuse_real(self, value: torch.Tensor, written: Sequence[torch.Tensor], info: NodeInfo) -> None:
         if value.requires_grad and value.is_leaf:
             raise CaptureError(
                 f"a parameter of shape {tuple(value.shape)} is used {self.place(info)}, but it belongs to no "
@@ -283,20 +293,12 @@ class CaptureMode(TorchDispatchMode):
                 f"a tensor of shape {tuple(value.shape)} that was computed from parameters before the step "
                 f"is used {self.place(info)}; compute it inside the step, or detach it"
             )
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [
-            (argument, kwargs[argument.name])
-            for argument in func._schema.arguments
-            if argument.name in kwargs
-        ]
-        for argument, one in given:
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            if written and any(x is value for x in (one if isinstance(one, (list, tuple)) else [one])):
-                raise CaptureError(
-                    f"the step writes in place to a tensor it closes over, shape {tuple(value.shape)}, "
-                    f"{self.place(info)}; make it a buffer of the model (module.register_buffer), or return "
-                    "the new value from the step"
-                )
+        if any(x is value for x in written):
+            raise CaptureError(
+                f"the step writes in place to a tensor it closes over, shape {tuple(value.shape)}, "
+                f"{self.place(info)}; make it a buffer of the model (module.register_buffer), or return "
+                "the new value from the step"
+            )
 
 
 def _sequence_number() -> int:
@@ -315,6 +317,18 @@ def _is_known(args: Sequence) -> bool:
     """Whether the value is a Python constant that fake tensors carry along (torch.tensor(3.0).item())."""
     value = args[0] if args else None
     return isinstance(value, FakeTensor) and value.constant is not None
+
+
+def _storage(value: torch.Tensor) -> int:
+    """What a tensor and its views have in common."""
+    return value.untyped_storage()._cdata
+
+
+def _written(func: Any, args: Sequence, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments that an op writes to."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _tensors(args[index : index + 1], {"": kwargs.get(argument.name)})
 
 
 def _tensors(args: Sequence, kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

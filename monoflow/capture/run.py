@@ -78,9 +78,13 @@ class Run:
 
     def __call__(self, *flat: torch.Tensor) -> list[torch.Tensor]:
         values = dict(zip(self.lifted.fakes, flat, strict=True))
-        hypers = [values[name] for name, role in self.lifted.roles.items() if role is Role.HYPER]
+        roles = self.lifted.roles
         watch = CaptureMode(
-            values["random:key"], hypers, self.subject.module_names, getattr(self.function, "__code__", None)
+            values["random:key"],
+            [value for name, value in values.items() if roles[name] is Role.HYPER],
+            {name: value for name, value in values.items() if roles[name] is Role.BATCH},
+            self.subject.module_names,
+            getattr(self.function, "__code__", None),
         )
         before = Snapshot([*self.subject.modules, *self.subject.optimizers])
         try:

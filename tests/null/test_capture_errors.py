@@ -97,6 +97,25 @@ def writes_closure_out(x: torch.Tensor) -> torch.Tensor:
     return x.sum()
 
 
+def writes_batch(x: torch.Tensor) -> torch.Tensor:
+    x.add_(1)  # LINE
+    return MODEL(x)
+
+
+def writes_batch_view(x: torch.Tensor) -> torch.Tensor:
+    x.detach().T[1:][0] = 0  # LINE
+    return MODEL(x)
+
+
+def writes_batch_out(x: torch.Tensor) -> torch.Tensor:
+    torch.mul(MODEL.weight[0].detach(), 2, out=x[0])  # LINE
+    return MODEL(x)
+
+
+def writes_batch_statistics(x: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(MODEL(x), x[0, :3], x[1, :3], training=True)  # LINE
+
+
 def uses_other_module(x: torch.Tensor) -> torch.Tensor:
     return OTHER(MODEL(x)).sum()  # LINE
 
@@ -143,6 +162,10 @@ FAILURES: list[tuple[Callable, str, str]] = [
     (compares, "compares two tensors", READS),
     (writes_closure, r"writes in place to a tensor it closes over, shape \(3,\)", "make it a buffer"),
     (writes_closure_out, r"writes in place to a tensor it closes over, shape \(3,\)", "make it a buffer"),
+    (writes_batch, r"writes in place to its argument batch.0 ", "write to a copy (x = x.clone())"),
+    (writes_batch_view, r"writes in place to its argument batch.0 ", "write to a copy (x = x.clone())"),
+    (writes_batch_out, r"writes in place to its argument batch.0 ", "write to a copy (x = x.clone())"),
+    (writes_batch_statistics, r"writes in place to its argument batch.0 ", "x.clone()"),
     (uses_other_module, r"a parameter of shape \(3, 3\)", "add its module: @flow.graph"),
     (permutes, "aten.randperm", "draw it outside the step"),
     (draws_multinomial, "aten.multinomial", "draw it outside the step"),
@@ -177,6 +200,28 @@ def assert_untouched(model: nn.Module) -> None:
         assert not any(isinstance(x, FakeTensor) for x in [*module.__dict__.values(), *module.parameters()])
         assert "zero_grad" not in module.__dict__
     assert all(param.grad is None and type(param) is nn.Parameter for param in model.parameters())
+
+
+def test_the_written_argument_is_named_among_several() -> None:
+    def step(x: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        x = x.clone()
+        x.add_(1)
+        batch["y"].masked_fill_(batch["y"] == 0, -100)  # LINE
+        return MODEL(x).sum() + batch["y"].sum()
+
+    with pytest.raises(CaptureError, match=r"its argument batch.1.y ") as error:
+        trace(step, (MODEL,), X, {"y": Y})
+    assert line_in(step) in str(error.value)
+
+
+def test_a_write_to_a_copy_of_an_argument_is_fine() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x.masked_fill_(x > 0, 2.0)
+        x[0] = 0
+        return MODEL(x).sum()
+
+    assert trace(step, (MODEL,), X) is not None
 
 
 def test_a_line_in_a_library_comes_with_the_line_of_the_step() -> None:
