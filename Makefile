@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/monoflow run -n 1 $(DEMO) --stop-after 20 --no-sample --compare runs/demo/two-ranks.txt
 
 test: check
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -8,6 +8,14 @@ import torch
 from .harness import Cases
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps the tests of one model and optimizer in one process: captured once there, not in every process."""
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if "cases" in getattr(item, "fixturenames", ()) and "name" in params:
+            item.add_marker(pytest.mark.xdist_group(f"{params['name']}-{params.get('optimizer', 'sgd')}"))
+
+
 @pytest.fixture(scope="session")
 def cases() -> Cases:
     return Cases()
