@@ -9,7 +9,7 @@ from .harness import Cases
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of one model and optimizer in one process: captured once there, not in every process."""
+    """Keeps the tests of one model and optimizer in one process, which captures them once."""
     for item in items:
         params = getattr(getattr(item, "callspec", None), "params", {})
         if "cases" in getattr(item, "fixturenames", ()) and "name" in params:

@@ -25,7 +25,7 @@ def test_equals_one_device(cases: Cases, name: str, optimizer: str, layout: str)
         assert noise["parameter"] < 0.25, report.text()
 
 
-#: What may deviate under bfloat16 products, whose rounding unit is 2 ** -8; gradients and momentum: `rounding`.
+#: What may deviate under bfloat16 products, whose rounding unit is 2 ** -8. For gradients see `rounding`.
 BFLOAT16 = {"result": 2e-2, "parameter": 1e-2, "buffer": 2e-2}
 
 
