@@ -238,10 +238,10 @@ class CaptureMode(TorchDispatchMode):
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise self._data_dependent(str(func), info) from None
 
-    def refuse_read(self, method: str) -> None:
-        """Raises CaptureError for a method that takes values to Python past torch's dispatcher."""
+    def refuse_read(self, how: str) -> None:
+        """Raises CaptureError for what takes values to Python past torch's dispatcher."""
         raise CaptureError(
-            _read_message(f"takes a tensor's values to Python (.{method}())", self.place(self.origin()))
+            _read_message(f"takes a tensor's values to Python ({how})", self.place(self.origin()))
         )
 
     def _data_dependent(self, name: str, info: NodeInfo) -> CaptureError:

@@ -13,6 +13,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+#: What takes a tensor's values to Python past torch's dispatcher, and how errors call it.
+_READS = {
+    "numpy": ".numpy()",
+    "tolist": ".tolist()",
+    "__array__": ".__array__()",
+    "__format__": "formatting, as f'{x:.3f}'",
+}
 _GRAD = vars(torch._C.TensorBase)["grad"]
 
 
@@ -88,7 +95,7 @@ class StandIns(TorchFunctionMode):
     Args:
         stand_ins: by id of the real tensor.
         on_grad: called with a stand-in whose .grad is read (True) or set to None (False).
-        refused: Python reads of values that torch's dispatcher does not see: called with the method's name.
+        refused: called with what reads a value where torch's dispatcher does not see it.
     """
 
     def __init__(
@@ -111,8 +118,8 @@ class StandIns(TorchFunctionMode):
                 self.on_grad(args[0], True)
             elif name == "__delete__" or args[1] is None:
                 self.on_grad(args[0], False)
-        elif name in ("numpy", "tolist", "__array__") and isinstance(args[0], FakeTensor):
-            self.refused(name)
+        elif name in _READS and isinstance(args[0], FakeTensor) and (name != "__format__" or args[1]):
+            self.refused(_READS[name])  # formatting without a format is the tensor's repr
         return func(*args, **kwargs)
 
     def _stand_in(self, value: Any) -> Any:

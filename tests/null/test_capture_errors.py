@@ -63,6 +63,12 @@ def takes_array(x: torch.Tensor) -> torch.Tensor:
     return x * float(MODEL(x).detach().numpy().sum())  # LINE
 
 
+def formats(x: torch.Tensor) -> torch.Tensor:
+    loss = MODEL(x).sum()
+    print(f"{loss:.3f}")  # LINE
+    return loss
+
+
 def takes_float(x: torch.Tensor) -> torch.Tensor:
     return x * float(MODEL(x).sum())  # LINE
 
@@ -154,6 +160,7 @@ FAILURES: list[tuple[Callable, str, str]] = [
     (looks_in_backward, r"reads a tensor's value", READS),
     (takes_list, r"reads a tensor's value", READS),
     (takes_array, r"takes a tensor's values to Python \(.numpy\(\)\)", READS),
+    (formats, r"takes a tensor's values to Python \(formatting", READS),
     (takes_float, r"reads a tensor's value", READS),
     (finds_nonzero, "nonzero", SIZED),
     (indexes_by_mask, "indexing with a boolean mask", SIZED),
