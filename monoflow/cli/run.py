@@ -31,7 +31,7 @@ INTERRUPT_GRACE = 60
 # Before torch is imported, Ctrl-C should end a rank without a traceback from the middle of an import.
 _START = (
     f"import signal, sys; signal.signal(signal.SIGINT, lambda *_: sys.exit({INTERRUPTED})); "
-    "from monoflow.runtime.launch import main; sys.exit(main())"
+    "from monoflow.runtime.launch import main; main()"
 )
 
 

@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
+import io
 import json
 import os
 import runpy
@@ -16,8 +19,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -80,7 +83,7 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
 
 
-@contextmanager
+@contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C into an answer, so that all ranks stop after the same step.
 
@@ -166,6 +169,7 @@ def run_script(script: str, args: list[str]) -> int:
             sys.stderr.write(user_traceback(error))
         return 1
     finally:
+        _flush()  # now: a collection of the script's globals may close a file's buffer before the file
         destroy_process_group()
     return 0
 
@@ -182,14 +186,55 @@ def die_with_launcher() -> None:
     threading.Thread(target=watch, name="die-with-launcher", daemon=True).start()
 
 
-def main() -> int:
+def end_process(status: int) -> NoReturn:
+    """End this process as the interpreter does, without its finalization.
+
+    That aborts where Gloo's threads outlive their group (a device mesh keeps it alive). So: threads are
+    waited for, exit functions run, and what was written to files that are still open is put out.
+    """
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+        atexit._run_exitfuncs()
+        _flush()
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BaseException:  # a full disk, a closed pipe
+        traceback.print_exc()
+        status = status or 1
+    finally:
+        os._exit(status)
+
+
+def _flush() -> None:
+    """Put out what was written to any file, as closing it would."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    files = [one for one in gc.get_objects() if issubclass(type(one), (io.TextIOWrapper, io.BufferedWriter))]
+    for file in files:
+        with contextlib.suppress(ValueError):  # it is closed or detached
+            file.flush()
+
+
+def exit_status(stop: SystemExit) -> int:
+    """The status that sys.exit(...) asks for; a message is printed."""
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def main() -> NoReturn:
     """Run the script named on the command line as one rank."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if LAUNCHER_VARIABLE in os.environ:
         die_with_launcher()
     script, *args = sys.argv[1:]
-    return run_script(script, args)
+    try:
+        status = run_script(script, args)
+    except SystemExit as stop:
+        status = exit_status(stop)
+    end_process(status)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -50,6 +50,35 @@ print(f"rank {rank} {sys.argv[1:]} {total.item()} {__name__} {os.environ['OMP_NU
     assert done.stderr == ""
 
 
+def test_what_is_due_at_exit_happens_in_every_rank(script, run_cli: RunCli, tmp_path: Path) -> None:
+    path = script("""
+import atexit, threading
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (2, 1))  # keeps groups, and their threads, alive
+def late():
+    time.sleep(0.5)
+    print(f"thread of {rank}\\n", end="", flush=True)
+threading.Thread(target=late).start()
+atexit.register(lambda: print(f"exit of {rank}\\n", end="", flush=True))
+sys.stdout = open(sys.argv[1] + f"/out{rank}", "w")
+held = open(sys.argv[1] + f"/held{rank}", "w")
+held.write("to the end")
+sys.stdout.write("buffered")
+sys.stdout, out = sys.__stdout__, sys.stdout
+""")
+    done = run_cli("run", "-n", "2", path, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["exit of 0", "exit of 1", "thread of 0", "thread of 1"]
+    assert {(tmp_path / f"held{rank}").read_text() for rank in (0, 1)} == {"to the end"}
+    assert {(tmp_path / f"out{rank}").read_text() for rank in (0, 1)} == {"buffered"}
+
+
+@pytest.mark.parametrize(("code", "status", "said"), [("", 0, ""), ("'no'", 1, "no\n"), ("300", 44, "")])
+def test_exit_codes_are_as_pythons_own(script, run_cli: RunCli, code: str, status: int, said: str) -> None:
+    done = run_cli("run", script(f"print('buffered', end=''); sys.exit({code})"))
+    assert (done.returncode, done.stdout, done.stderr) == (status, "buffered", said)
+
+
 def test_one_rank_is_a_plain_run(script, run_cli: RunCli) -> None:
     path = script("print(dist.is_initialized(), 'WORLD_SIZE' in os.environ, sys.argv[1:])\nsys.exit(5)")
     done = run_cli("run", path, "a")
