@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..errors import CaptureError
 from ..graph.step_graph import Role, StepGraph
 from ..sbp.random_mode import op_numbers
 from .finish import step_graph
@@ -22,6 +25,8 @@ from .lift import arguments_of, lift, lift_constants
 from .optimizers import InitialState
 from .run import Run
 from .subject import Slot, Subject
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +92,8 @@ def capture(
     Raises:
         CaptureError: the step does something that one graph cannot hold; the message names the line.
     """
+    for index, model in enumerate(subject.models):
+        _refuse_compiled(index, model)
     subject.check()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     arguments = arguments_of(args, kwargs)
@@ -113,18 +120,37 @@ def capture(
     )
 
 
+def _refuse_compiled(index: int, model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        where = f"model {index} given to flow.graph" + f", in module {name!r}," * bool(name)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{where} is TorchScript ({type(module).__name__}), which runs past Python; pass the plain "
+                "module that it was scripted or traced from, and call that in the step"
+            )
+        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            raise CaptureError(
+                f"{where} is compiled by torch.compile; pass the plain module (compiled._orig_mod, or one "
+                "without a call of .compile()), and call that in the step: monoflow captures it itself"
+            )
+
+
 @contextmanager
 def _quiet_python() -> Iterator[None]:
     """Within: the backward pass runs in the calling thread, where the trace is; no garbage is looked for.
 
-    A trace makes many objects that all stay: collections in between took a sixth of its time.
+    A trace makes many objects that all stay: collections in between took a sixth of its time. And torch logs
+    no trace of an op that fails on fakes: it raises too.
     """
     threads, collects = torch.autograd.is_multithreading_enabled(), gc.isenabled()
+    silenced = _FAKE_LOG.disabled
     torch.autograd.set_multithreading_enabled(False)
     gc.disable()
+    _FAKE_LOG.disabled = True
     try:
         yield
     finally:
+        _FAKE_LOG.disabled = silenced
         torch.autograd.set_multithreading_enabled(threads)
         if collects:
             gc.enable()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import UserDict
 from collections.abc import Callable
@@ -366,6 +367,42 @@ def test_errors_of_the_users_own_keep_their_type_and_traceback() -> None:
     (note,) = error.value.__notes__
     assert re.search(rf"while monoflow captured the step at {__file__}:\d+", note)
     assert_untouched(MODEL)
+
+
+def test_a_wrong_shape_is_said_once(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(RuntimeError, match="must have same reduction dim"):
+        trace(lambda x: MODEL(x).sum(), (MODEL,), torch.ones(6, 5))
+    assert capfd.readouterr().err == ""
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert not logging.getLogger("torch._subclasses.fake_tensor").disabled
+
+
+def compiled_in_place() -> nn.Module:
+    model = nn.Linear(4, 3)
+    model.compile()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("make", "what", "advice"),
+    [
+        (lambda: torch.jit.script(nn.Linear(4, 3)), "TorchScript", "plain module that it was scripted"),
+        (lambda: torch.jit.trace(nn.Linear(4, 3), X), "TorchScript", "plain module that it was scripted"),
+        (lambda: torch.compile(nn.Linear(4, 3)), "compiled by torch.compile", "compiled._orig_mod"),
+        (compiled_in_place, "compiled by torch.compile", r"without a call of .compile\(\)"),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_compiled_models_are_refused(
+    make: Callable[[], nn.Module], what: str, advice: str, inside: bool
+) -> None:
+    model = nn.Sequential(make()) if inside else make()
+    where = "model 0 given to flow.graph" + ", in module '0'," * inside
+    with pytest.raises(CaptureError, match=rf"^{where} is {what}.*{advice}"):
+        trace(lambda x: model(x).sum(), (model,), X)
 
 
 def test_a_number_on_a_module_that_moves_is_pointed_out(caplog: pytest.LogCaptureFixture) -> None:
