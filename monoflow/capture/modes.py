@@ -25,7 +25,7 @@ from ..errors import CaptureError
 from ..graph.step_graph import NodeInfo, Phase
 from ..sbp.random_mode import random_or
 from .attention import scaled_dot_product_attention
-from .known import known_value
+from .known import KnownValues
 from .optimizers import is_fused_update, run_fused_update
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
@@ -104,6 +104,7 @@ class CaptureMode(TorchDispatchMode):
         self.step_code = step_code
         self.modules: list[str] = []
         self.in_update = False
+        self._known = KnownValues()
         self._is_user: dict[str, bool] = {}
         self._origins: dict[int, NodeInfo] = {}
         self._last_number = _sequence_number() - 1
@@ -212,7 +213,7 @@ class CaptureMode(TorchDispatchMode):
         info = self.origin()
         proxies = get_proxy_mode()
         if func in _READS_VALUE and proxies is not None and not _is_known(args):
-            value = known_value(func, args, proxies.tracer)
+            value = self._known.value(func, args, proxies.tracer)
             if value is not None:
                 return value
         self._refuse(func, args, kwargs, info)
