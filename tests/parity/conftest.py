@@ -22,5 +22,7 @@ def cases() -> Cases:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def alike() -> None:
+    """The same masks in every run, whatever ran before."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)
