@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # A small GPT on the standard library's own source, on two ranks; then its first 20 steps on one rank.
-DEMO := examples/gpt/train.py --layers 4 --width 128 --heads 4 --context 128 --batch 16 --steps 200 --lr 2e-3
+DEMO := examples/gpt/train.py --layers 4 --width 128 --heads 4 --context 128 --batch 16 --steps 400 --lr 2e-3
 demo: $(STAMP)
 	$(BIN)/monoflow run -n 2 $(DEMO) --out runs/demo --losses runs/demo/two-ranks.txt
 	$(BIN)/monoflow run -n 1 $(DEMO) --stop-after 20 --no-sample --compare runs/demo/two-ranks.txt

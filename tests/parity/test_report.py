@@ -20,7 +20,7 @@ from monoflow.sbp.rules import RULES
 from monoflow.sbp.signature import LocalCall, LocalOp, Signature
 from monoflow.step import Report
 
-from .harness import LAYOUTS, Case, Cases, assert_exact
+from .harness import LAYOUTS, TOLERANCE, Case, Cases, assert_exact
 from .models import KINDS, batch_of
 
 aten = torch.ops.aten
