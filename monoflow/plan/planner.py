@@ -21,6 +21,7 @@ from .axis import AxisPlan, AxisProblem
 from .cost import DeviceCost
 from .plan import Plan
 from .template import Pins, Template, apply_pins, parse, zero
+from .verify import verify_plan
 
 log = stage_logger("plan")
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ def plan_step(
                 log.info("simpler forms of %s pay", ", ".join(sorted(names)))
                 graph, axes, improved = expanded, other, True
                 break
-    return _joined(graph, placement, name, axes)
+    return verify_plan(_joined(graph, placement, name, axes))
 
 
 def _plan_axes(

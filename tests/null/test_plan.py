@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from monoflow.plan.axis import AxisGoal, AxisProblem
 from monoflow.plan.cost import DeviceCost, fraction, work
 from monoflow.plan.plan import Plan
 from monoflow.plan.planner import plan_step
+from monoflow.plan.verify import verify_plan
 from monoflow.sbp.layout import B, Partial, S, Sbp, Split
 from monoflow.sbp.rules import RULES
 
@@ -304,3 +306,21 @@ def test_text_names_storage_and_signatures() -> None:
     text = plan_step(mlp_graph(), TWO, "tensor").text()
     assert "param up.weight float32[16, 8]: S(0)" in text
     assert "return result: B" in text
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda p: replace(p, inputs={**p.inputs, "up.weight": (S(5),)}), "S\\(5\\) does not fit"),
+        (lambda p: replace(p, inputs={**p.inputs, "up.bias": (S(0, 3),)}), "S\\(0,3\\) does not fit"),
+        (lambda p: replace(p, inputs={**p.inputs, "up.bias": (B, B)}), "on a mesh of \\(2,\\)"),
+        (lambda p: replace(p, inputs={}), "inputs are not the graph's"),
+        (lambda p: replace(p, outputs={**p.outputs, "up.bias:next": (S(0),)}), "its next value S\\(0\\)"),
+        (lambda p: replace(p, outputs={**p.outputs, "result": (Partial(),)}), "handed out as P"),
+        (lambda p: replace(p, signatures={**p.signatures, "addmm": ()}), "has 0 signatures"),
+    ],
+)
+def test_verifier_notices(broken: Callable[[Plan], Plan], message: str) -> None:
+    plan = plan_step(mlp_graph(), TWO, "data")
+    with pytest.raises(AssertionError, match=message):
+        verify_plan(broken(plan))

@@ -1,0 +1,56 @@
+"""The verifier of plans: what lowering may rely on."""
+
+from __future__ import annotations
+
+from ..boxing.route import fits_mesh
+from ..config import SETTINGS
+from ..graph.step_graph import is_getitem, metas_of, op_name, tensor_args
+from ..sbp.layout import NdSbp, Partial, text
+from ..sbp.signature import TensorMeta
+from .plan import Plan
+
+
+def verify_plan(plan: Plan) -> Plan:
+    """Returns the plan if it says how every tensor lies, and every layout fits; asserts otherwise."""
+    if SETTINGS.verify:
+        _Check(plan).everything()
+    return plan
+
+
+class _Check:
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.mesh = plan, plan.placement.shape
+
+    def everything(self) -> None:
+        plan, graph = self.plan, self.plan.graph
+        assert plan.inputs.keys() == graph.input_of.keys(), "the plan's inputs are not the graph's"
+        assert plan.outputs.keys() == {one.name for one in graph.outputs}, (
+            "the plan's outputs are not the graph's"
+        )
+        for one in graph.inputs:
+            self.layout(f"input {one.name}", one.meta, plan.inputs[one.name])
+        for node in graph.calls():
+            if is_getitem(node):
+                continue
+            where = f"%{node.name} = {op_name(node.target)}"
+            axes = plan.signatures.get(node.name, ())
+            assert len(axes) == len(self.mesh), f"{where} has {len(axes)} signatures on a mesh of {self.mesh}"
+            sources = [metas_of(source)[0] for source in tensor_args(node)]
+            for metas, layouts in ((sources, plan.wanted(node)), (metas_of(node), plan.layouts(node))):
+                for meta, layout in zip(metas, layouts, strict=True):
+                    if meta is not None:
+                        self.layout(where, meta, layout)
+        for one in graph.outputs:
+            layout = plan.outputs[one.name]
+            self.layout(f"output {one.name}", one.meta, layout)
+            if one.replaces in plan.inputs:
+                before = plan.inputs[one.replaces]
+                assert layout == before, (
+                    f"{one.replaces} is stored {text(before)}, its next value {text(layout)}"
+                )
+            held = any(isinstance(part, Partial) for part in layout)
+            assert not held or one.observed, f"output {one.name} is handed out as {text(layout)}"
+
+    def layout(self, where: str, meta: TensorMeta, layout: NdSbp) -> None:
+        assert len(layout) == len(self.mesh), f"{where}: {text(layout)} on a mesh of {self.mesh}"
+        assert fits_mesh(meta.shape, layout, self.mesh), f"{where}: {text(layout)} does not fit {meta}"
