@@ -28,6 +28,7 @@ class Deviation:
         worst: the name of the tensor that has it.
         left_out: how many entries were not judged, because their gradient is rounding noise.
         judged: how many entries were.
+        left_out_of: the tensors that have left-out entries and how many, the most first.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Deviation:
     worst: str
     left_out: int
     judged: int
+    left_out_of: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,16 @@ class Report:
         return max((one.largest for one in self.deviations), default=0.0)
 
     def text(self) -> str:
-        """A line per kind."""
+        """A line per kind, and one on what was left out of it, and why."""
         lines = [f"after {self.steps} steps, plan against one device:"]
         for one in self.deviations:
-            left = f", {one.left_out:,} of {one.judged + one.left_out:,} entries left out (gradient noise)"
-            lines.append(f"  {one.kind:16} {one.largest:.2e}  {one.worst}{left * bool(one.left_out)}")
+            lines.append(f"  {one.kind:16} {one.largest:.2e}  {one.worst}")
+            if one.left_out:
+                most = ", ".join(f"{name} ({count:,})" for name, count in one.left_out_of[:3])
+                more = ", ..." * (len(one.left_out_of) > 3)
+                count = f"{one.left_out:,} of {one.judged + one.left_out:,} entries"
+                why = f"whose gradient is below {self.noise:g} of the largest"
+                lines.append(f"    left out: {count}, {why}: {most}{more}")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -147,8 +154,9 @@ class _Judge:
         value = float("inf") if value != value else value
         now = self.found.get(kind, Deviation(kind, -1.0, "", 0, 0))
         largest, worst = max((now.largest, now.worst), (value, name), key=lambda one: one[0])
+        of = sorted([*now.left_out_of, *([(name, left_out)] * bool(left_out))], key=lambda one: -one[1])
         self.found[kind] = Deviation(
-            kind, largest, worst, now.left_out + left_out, now.judged + difference.numel()
+            kind, largest, worst, now.left_out + left_out, now.judged + difference.numel(), tuple(of)
         )
 
     def results(self, got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

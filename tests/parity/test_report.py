@@ -158,4 +158,8 @@ def test_entries_of_noise_are_left_out_and_counted(cases: Cases) -> None:
         report = step.verify(batch_of(KINDS["bert"]))
     assert report["parameter"].left_out >= 32
     assert report["parameter"].judged > report["parameter"].left_out
-    assert "entries left out (gradient noise)" in report.text()
+    for kind in ("parameter", "optimizer state"):
+        named = report[kind].left_out_of
+        assert sum(count for _, count in named) == report[kind].left_out > 0
+        assert f"{named[0][0]} ({named[0][1]:,})" in report.text()
+    assert "whose gradient is below 1e-05 of the largest" in report.text()
