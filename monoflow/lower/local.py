@@ -11,9 +11,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ..graph.step_graph import metas_of
+from ..plan.schedule import Op
 from ..sbp.registry import OpRule
 from ..sbp.signature import LocalCall, LocalOp, TensorShard
-from .schedule import Op
 
 aten = torch.ops.aten
 

@@ -10,14 +10,14 @@ from torch import fx
 
 from ..boxing.collectives import AxisMove, run_local
 from ..graph.step_graph import metas_of, output_paths
+from ..plan.donate import IN_PLACE, Donations, donations, overwritten
 from ..plan.plan import Plan
+from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
 from ..runtime.program import Port, Program, Register, Task, task_module, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
-from .donate import IN_PLACE, Donations, donations, overwritten
 from .local import local_op, pick, update_in_place
-from .schedule import Box, LaidOut, Op, Schedule, schedule
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ import monoflow as flow
 from monoflow.capture.subject import subject_of
 from monoflow.capture.trace import capture
 from monoflow.graph.passes import PASSES
-from monoflow.lower.donate import donations
-from monoflow.lower.schedule import schedule
+from monoflow.plan.donate import donations
 from monoflow.plan.planner import plan_step
+from monoflow.plan.schedule import schedule
 from monoflow.runtime import actors
 
 ONE = flow.placement("cpu", [0])

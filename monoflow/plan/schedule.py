@@ -9,9 +9,9 @@ from torch import fx
 
 from ..boxing.route import LOCAL_KINDS, Move, Route, route
 from ..graph.step_graph import Output, Phase, Role, info_of, is_getitem, metas_of, source_of, tensor_args
-from ..plan.plan import Plan
 from ..sbp.layout import NdSbp
 from ..sbp.signature import TensorMeta
+from .plan import Plan
 
 
 @dataclass(frozen=True)

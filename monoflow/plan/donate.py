@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ..graph.step_graph import Role
-from ..plan.plan import Plan
+from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
 
 aten = torch.ops.aten
