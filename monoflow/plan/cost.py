@@ -1,28 +1,145 @@
-"""What an op costs on one device: a roofline over its arithmetic and its memory traffic."""
+"""What an op costs on one device: a roofline over its arithmetic and its memory traffic, or as measured.
+
+A device that was calibrated brings a curve per class of ops: seconds by amount of work, so that small calls,
+caches and each class' efficiency are in it. One that was not brings rates of a datasheet.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import torch
 from torch import fx
 
 from ..boxing.route import LinkCost
 from ..graph.step_graph import is_getitem, metas_of, tensor_args
 from ..sbp.layout import Split
 from ..sbp.signature import Signature, TensorMeta
-
-aten = torch.ops.aten
-
-#: ops that move no memory: views and what only names a value
-_FREE = {
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default,
-    aten.transpose.int, aten.t.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default,
-}  # fmt: skip
-
+from .op_class import ARITHMETIC, OpClass, amount_of, class_of, num_flops
 
 _LINK = LinkCost(alpha=1e-6, beta=1e-10, launch=1e-5)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by amount of work, through measured points (amount, seconds), amounts ascending and positive.
+
+    Between two points both are interpolated by their logarithms; below the first a call costs what the first
+    did, beyond the last in proportion to it.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, amount: float) -> float:
+        points = self.points
+        if amount <= points[0][0]:
+            return points[0][1]
+        if amount >= points[-1][0]:
+            return points[-1][1] * amount / points[-1][0]
+        at = bisect_left(points, (amount, 0.0))
+        (low, below), (high, above) = points[at - 1], points[at]
+        share = math.log(amount / low) / math.log(high / low)
+        return below * (above / below) ** share
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or a CPU rank's share of its machine.
+
+    Attributes:
+        name: what it is called in tables and messages.
+        flops: FLOP/s by dtype name ("float32", "bfloat16", ...), as achieved in large products.
+        bandwidth: bytes/s of its memory, streaming.
+        launch: seconds that a call costs whatever its size.
+        capacity: bytes of memory.
+        curves: what was measured, by class, or "class/dtype" for the classes that do arithmetic.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    launch: float
+    capacity: int
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a placement is made of: its device, and one link per mesh axis, outermost first.
+
+    A machine of a single link has that one on every axis, however many there are (see `on`).
+    """
+
+    device: Device
+    links: tuple[LinkCost, ...]
+
+    def on(self, num_axes: int) -> Machine:
+        """The machine with as many links as a placement has axes."""
+        if len(self.links) == num_axes:
+            return self
+        assert len(self.links) == 1, f"{len(self.links)} links for {num_axes} axes"
+        return replace(self, links=self.links * num_axes)
+
+
+#: A machine whose links are fast against its latency, so that a template's choices follow bytes and work, not
+#: the machine that they are planned on.
+REFERENCE = Machine(Device("reference", {"float32": 1e12}, 1e11, 0.0, 1 << 62), (_LINK,))
+
+
+def op_seconds(
+    op: Callable,
+    inputs: Sequence[TensorMeta | None],
+    outputs: Sequence[TensorMeta | None],
+    device: Device,
+    args: Sequence[Any] = (),
+) -> float:
+    """Seconds of one call on one device. Views cost nothing.
+
+    Args:
+        inputs, outputs: local shapes and dtypes of the tensor arguments in flattened order, and of the
+            results (None for an absent one).
+        args: the call's own arguments; only plain values are looked at, which make convolutions exact.
+    """
+    kind = class_of(op)
+    if kind is OpClass.FREE:
+        return 0.0
+    amount = amount_of(op, kind, inputs, outputs, args)
+    if kind in ARITHMETIC:
+        first = next(meta for meta in inputs if meta is not None)
+        return max(_arithmetic(kind, amount, first, device), _streaming(_num_bytes(inputs, outputs), device))
+    curve = device.curves.get(kind)
+    if curve is not None:
+        return curve.seconds(amount)
+    return device.launch + max(
+        sum(meta.numel for meta in outputs if meta is not None) / _rate(device, "float32"),
+        _num_bytes(inputs, outputs) / device.bandwidth,
+    )
+
+
+def _arithmetic(kind: OpClass, amount: float, meta: TensorMeta, device: Device) -> float:
+    dtype = str(meta.dtype).removeprefix("torch.")
+    curve = device.curves.get(f"{kind}/{dtype}")
+    return curve.seconds(amount) if curve is not None else device.launch + amount / _rate(device, dtype)
+
+
+def _streaming(num_bytes: float, device: Device) -> float:
+    curve = device.curves.get(OpClass.STREAM)
+    return curve.seconds(num_bytes) if curve is not None else device.launch + num_bytes / device.bandwidth
+
+
+def _rate(device: Device, dtype: str) -> float:
+    """FLOP/s of a dtype; of one that the device has no rate for, its slowest."""
+    return device.flops.get(dtype) or min(device.flops.values())
+
+
+def _num_bytes(inputs: Sequence[TensorMeta | None], outputs: Sequence[TensorMeta | None]) -> float:
+    return sum(meta.num_bytes for meta in (*inputs, *outputs) if meta is not None)
+
+
+# --- what the planner of templates asks -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,31 +157,17 @@ class DeviceCost:
 
 def work(node: fx.Node, device: DeviceCost) -> float:
     """Seconds the whole op takes on one device."""
-    if is_getitem(node) or node.target in _FREE:
+    kind = class_of(node.target)  # pyright: ignore[reportArgumentType]
+    if is_getitem(node) or kind is OpClass.FREE:
         return 0.0
     metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1] if meta is not None]
-    results = [meta for meta in metas_of(node) if meta is not None]
-    num_bytes = sum(meta.num_bytes for meta in (*metas, *results))
-    return max(num_flops(node, metas, results) / device.flops, num_bytes / device.memory)
-
-
-def num_flops(node: fx.Node, inputs: list[TensorMeta], outputs: list[TensorMeta]) -> float:
-    """Multiply-adds times two for products and convolutions, one an element for the rest."""
-    target = node.target
-    if target in (aten.mm.default, aten.bmm.default):
-        return 2.0 * outputs[0].numel * inputs[0].shape[-1]
-    if target in (aten.addmm.default, aten.baddbmm.default):
-        return 2.0 * outputs[0].numel * inputs[1].shape[-1]
-    if target is aten.convolution.default:
-        weight = inputs[1]
-        return 2.0 * outputs[0].numel * (weight.numel / max(weight.shape[0], 1))
-    if target is aten.convolution_backward.default:
-        grad, _, weight = inputs[:3]
-        return 4.0 * grad.numel * (weight.numel / max(weight.shape[0], 1))
-    if target in (torch.ops.monoflow.attention.default, torch.ops.monoflow.attention_backward.default):
-        first = inputs[0]
-        return 10.0 * first.numel * first.shape[-2]
-    return float(sum(meta.numel for meta in outputs))
+    results = metas_of(node)
+    arithmetic = (
+        num_flops(kind, metas, results, node.args)
+        if kind in ARITHMETIC
+        else float(sum(meta.numel for meta in results if meta is not None))
+    )
+    return max(arithmetic / device.flops, _num_bytes(metas, results) / device.memory)
 
 
 def fraction(signature: Signature, axis_size: int) -> float:
