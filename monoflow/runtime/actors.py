@@ -1,15 +1,17 @@
 """The engine: every task of every rank that this process hosts is an actor.
 
 An actor fires when its input registers are full and the actors that it must come after are done. A register
-is free again as soon as the last of its readers has taken it. There is no other order, but for collectives:
+is free again as soon as the last of its readers has taken it. Of those that could fire, the one that comes
+first in program order does: memory is then what the plan's schedule says it is (to gather every parameter at
+once, because all of them are there, would fill it). Results do not depend on that order, but for collectives:
 they fire in program order, the same on every rank. They block, so one order for all of them, whatever their
 axis, is what keeps data-driven firing from deadlock.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -97,8 +99,8 @@ class Engine:
     def run(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
         """One step: tensors for every program's input ports to tensors of its output ports, by rank."""
         run = _Run(self)
-        for rank, tensors in inputs.items():
-            run.fill(self.filled[rank], tensors)
+        for rank in list(inputs):
+            run.fill(self.filled[rank], inputs[rank])
         del inputs  # so that registers hold the only references
         with torch.no_grad():
             run.drive()
@@ -117,6 +119,25 @@ def _one_order(programs: Mapping[int, Program]) -> tuple[int, ...]:
     return first
 
 
+class Ready:
+    """Actors that could fire, as (task index, number in the engine); the first in program order goes."""
+
+    def __init__(self, entries: Iterable[tuple[int, int]]) -> None:
+        self._heap = list(entries)
+        heapq.heapify(self._heap)
+
+    def push(self, entry: tuple[int, int]) -> None:
+        """Adds an actor."""
+        heapq.heappush(self._heap, entry)
+
+    def pop(self) -> tuple[int, int]:
+        """Takes out the actor that fires next."""
+        return heapq.heappop(self._heap)
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
 class _Run:
     """The registers of one step, and what every actor still waits for."""
 
@@ -125,7 +146,7 @@ class _Run:
         self.slots: list[torch.Tensor | None] = [None] * len(engine.consumers)
         self.readers_left = engine.readers_left.copy()
         self.missing = engine.missing.copy()
-        self.ready = deque(engine.first)
+        self.ready = Ready((engine.actors[number].task.index, number) for number in engine.first)
         self.num_fired = 0
         self.turn = 0
         self.arrived: dict[int, list[_Actor]] = {}  # at a collective, until it is its turn
@@ -151,7 +172,8 @@ class _Run:
         """Fires actors until none is left."""
         actors = self.engine.actors
         while self.ready:
-            actor = actors[self.ready.popleft()]
+            _, number = self.ready.pop()
+            actor = actors[number]
             if actor.task.move is None:
                 self._compute(actor)
             else:
@@ -216,7 +238,7 @@ class _Run:
         for number in numbers:
             self.missing[number] -= 1
             if not self.missing[number]:
-                self.ready.append(number)
+                self.ready.push((self.engine.actors[number].task.index, number))
 
     # --- what went wrong ---------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from monoflow.boxing.route import route
 from monoflow.mesh import Placement, placement
+from monoflow.runtime import actors
 from monoflow.runtime.actors import Engine
 from monoflow.runtime.program import Port, Program, Register, Task, task_module, verify
 from monoflow.runtime.transport import SimTransport
@@ -89,16 +90,16 @@ def test_actors_fire_when_their_inputs_are_full() -> None:
     tasks = [
         compute(0, noting(order, 0), [0], 1),
         compute(1, noting(order, 1), [1], 2),
-        compute(2, noting(order, 2), [0], 3),  # in program order last but one, but ready at once
+        compute(2, noting(order, 2), [0], 3),  # ready at once, but later in program order than task 1
         compute(3, noting(order, 3), [2, 3, 3], 4),
     ]
     made = engine(program(tasks, [0], [4, 1]))
     total, first = run(made, torch.ones(2))
-    assert order == [0, 2, 1, 3]
+    assert order == [0, 1, 2, 3]
     assert (total.tolist(), first.tolist()) == ([3, 3], [1, 1])
     order.clear()
     assert run(made, 2 * torch.ones(2))[0].tolist() == [6, 6]  # nothing is left from the step before
-    assert order == [0, 2, 1, 3]
+    assert order == [0, 1, 2, 3]
 
 
 def test_a_task_without_inputs_fires_and_an_input_passes_through() -> None:
@@ -108,7 +109,16 @@ def test_a_task_without_inputs_fires_and_an_input_passes_through() -> None:
     assert passed is given and constant.tolist() == [1, 1]
 
 
-def test_writes_come_after_reads() -> None:
+class Backwards(actors.Ready):
+    """Ready actors, of which the last in program order is handed out."""
+
+    def pop(self) -> tuple[int, int]:
+        return self._heap.pop(self._heap.index(max(self._heap)))
+
+
+@pytest.mark.parametrize("queue", [actors.Ready, Backwards])
+def test_writes_come_after_reads(queue: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actors, "Ready", queue)
     order: list[int] = []
 
     def overwrite(x: Tensor, by: Tensor) -> Tensor:
@@ -124,6 +134,38 @@ def test_writes_come_after_reads() -> None:
     before, now = run(engine(program(tasks, [0, 1], [3, 4])), state, 5 * torch.ones(2))
     assert order == [0, 1, 2]
     assert before.tolist() == [6, 6] and now is state and state.tolist() == [5, 5]
+
+
+def test_of_several_ready_actors_the_first_in_program_order_fires() -> None:
+    """Whatever became ready first: gathers that are all ready at once wait until they are near their use."""
+    order: list[int] = []
+    tasks = [
+        compute(0, noting(order, 0), [0], 2),
+        compute(1, noting(order, 1), [2], 3),
+        compute(2, noting(order, 2), [1], 4),
+        compute(3, noting(order, 3), [3, 4], 5),
+        compute(4, noting(order, 4), [1], 6),
+        compute(5, noting(order, 5), [5, 6], 7),
+    ]
+    run(engine(program(tasks, [0, 1], [7])), torch.ones(2), torch.ones(2))
+    assert order == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_input_that_the_caller_gave_away_is_free_after_its_last_reader() -> None:
+    seen: list[weakref.ref] = []
+    alive: list[bool] = []
+
+    def first(x: Tensor) -> Tensor:
+        seen.append(weakref.ref(x))
+        return x * 1
+
+    def later(x: Tensor) -> Tensor:
+        alive.append(seen[0]() is not None)
+        return x * 1
+
+    made = engine(program([compute(0, first, [0], 1), compute(1, later, [1], 2)], [0], [2]))
+    made.run({0: [torch.ones(2)]})
+    assert alive == [False]
 
 
 def test_registers_are_free_after_their_last_reader_took_them() -> None:
