@@ -7,19 +7,23 @@ shapes) and sizes that do not divide, and a wrong rule does not survive by chanc
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from .layout import B, Broadcast, NdSbp, P, Partial, Sbp, Split, canonical, fits, take, text, unshard
+from .layout import B, Broadcast, NdSbp, P, Sbp, Split, local_shape, text, unshard
+from .parts import distribute, every_split, largest
 from .registry import Forms, OpRule, own_op
 from .signature import LocalCall, OpCall, Signature, TensorMeta, TensorShard
 
-#: How far a value computed on shards may be off, relative to the largest value that took part.
+#: How far a value computed on shards may be off, relative to the largest value of the output. Where the
+#: output is what is left of larger values (a sum that cancels, a widened narrow float), this would refuse
+#: rounding; then as far as the output itself moves when the inputs move by their rounding (`_Trial.noise`),
+#: but never further than this of the largest value that took part.
 _TOLERANCE = {
     torch.float64: 1e-9,
     torch.complex128: 1e-9,
@@ -29,7 +33,11 @@ _TOLERANCE = {
     torch.bfloat16: 6e-2,
 }
 
-Locals = dict[tuple[int, ...], Any]
+#: How many times its inputs' rounding an output may move: sums on shards round in another order.
+_ROUNDINGS = 64
+
+#: What one rank holds of every output, by coordinate.
+Held = Mapping[tuple[int, ...], Sequence[torch.Tensor | None]]
 
 
 class WrongRule(AssertionError):
@@ -47,22 +55,30 @@ class _Trial:
     tensors: tuple[torch.Tensor, ...]
     whole: tuple[torch.Tensor | None, ...]
 
+    @cached_property
+    def noise(self) -> tuple[float, ...]:
+        """How far each output moves when every input moves by the rounding of its own dtype."""
+        generator = torch.Generator().manual_seed(0)
+        moved = [0.0] * len(self.whole)
+        for _ in range(2):
+            try:
+                results = _run_own(self, [_rounded(tensor, generator) for tensor in self.tensors])
+            except (RuntimeError, ValueError, IndexError):  # an op may refuse what is next to its domain
+                continue
+            for i, (one, whole) in enumerate(zip(results, self.whole, strict=True)):
+                if one is not None and whole is not None and one.shape == whole.shape and _is_float(whole):
+                    moved[i] = max(moved[i], largest(one - whole))
+        return tuple(moved)
+
+    @cached_property
+    def scale(self) -> float:
+        """The largest value of any input."""
+        return max(map(largest, self.tensors), default=0.0)
+
 
 def describe(op: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpCall:
     """The OpCall of an op with real arguments; runs the op once to learn its outputs."""
     return _trial(op, args, kwargs).call
-
-
-def every_split(shape: Sequence[int], axis_size: int) -> list[Split]:
-    """All splits, blocked and unit ones included, that a tensor of `shape` can have along an axis."""
-    found: dict[Split, None] = {}
-    for dim, size in enumerate(shape):
-        divisors = [k for k in range(1, max(size, 1) + 1) if size % k == 0]
-        for blocks, unit in itertools.product(divisors, divisors):
-            one = Split(dim, blocks, unit)
-            if fits(size, one, axis_size):
-                found[canonical(size, one, axis_size)] = None
-    return list(found)
 
 
 def prove(
@@ -138,25 +154,30 @@ def missing_signatures(
 ) -> list[Signature]:
     """Exact signatures made of plain S(dim), B and P(sum) that `rule` does not list.
 
-    Index tensors are cut but never partial, and dims of one element are not split. At most `limit`
-    layouts are tried, those with fewest split inputs first.
+    Index tensors are cut but never partial, and dims of one element are not split. The op is run on shards
+    as it is, and in the rule's local form. At most `limit` layouts of the inputs are tried (and `limit`
+    layouts of all for a local form), those with fewest split inputs first.
     """
     trial = _trial(op, args, kwargs)
     known = set(listed(trial.call, rule, axis_size, None))
-    floating = any(tensor.is_floating_point() or tensor.is_complex() for tensor in trial.tensors)
-    options = [_plain_layouts(t.shape, not floating or not _is_index(t)) for t in trial.tensors]
+    floating = any(map(_is_float, trial.tensors))
+    options = [_plain_layouts(t.shape, not floating or _is_float(t)) for t in trial.tensors]
     combinations = sorted(itertools.product(*options), key=lambda sbps: sum(one != B for one in sbps))
-    candidates = (
-        Signature(inputs, outputs)
-        for inputs in combinations
-        for outputs in itertools.product(*map(_output_layouts, trial.whole))
-    )
-    missing = []
-    for signature in itertools.islice(candidates, limit):
-        replicated = all(one == B for one in (*signature.inputs, *signature.outputs))
-        if not replicated and signature not in known and _is_exact(trial, signature, axis_size, rule):
-            missing.append(signature)
-    return missing
+    found: dict[Signature, None] = {}
+    for inputs in itertools.islice(combinations, limit):
+        if any(one != B for one in inputs):
+            found |= dict.fromkeys(_exact_as_it_is(trial, inputs, axis_size))
+    if rule.local is not None:
+        candidates = (
+            Signature(inputs, outputs)
+            for inputs in combinations
+            for outputs in itertools.product(*map(_output_layouts, trial.whole))
+        )
+        for one in itertools.islice(candidates, limit):
+            replicated = all(sbp == B for sbp in (*one.inputs, *one.outputs))
+            if not replicated and one not in known and _is_exact(trial, one, axis_size, rule):
+                found[one] = None
+    return [one for one in found if one not in known]
 
 
 def listed(call: OpCall, rule: OpRule, axis_size: int, forms: Forms | None) -> list[Signature]:
@@ -164,19 +185,6 @@ def listed(call: OpCall, rule: OpRule, axis_size: int, forms: Forms | None) -> l
     if forms is None:
         forms = [every_split(meta.shape, axis_size) for meta in call.inputs]
     return rule.signatures(call, axis_size, forms)
-
-
-def distribute(
-    tensor: torch.Tensor, sbp: NdSbp, mesh: Sequence[int], generator: torch.Generator
-) -> dict[tuple[int, ...], torch.Tensor]:
-    """What every coordinate holds of a whole tensor; parts of a partial are random."""
-    if not sbp:
-        return {(): tensor.contiguous()}
-    found = {}
-    for index, part in enumerate(_parts(tensor, sbp[0], mesh[0], generator)):
-        for rest, value in distribute(part, sbp[1:], mesh[1:], generator).items():
-            found[(index, *rest)] = value
-    return found
 
 
 def _trial(op: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Trial:
@@ -274,7 +282,7 @@ def _run_local(
 
 def _check_outputs(
     trial: _Trial,
-    results: Mapping[tuple[int, ...], Sequence[torch.Tensor | None]],
+    results: Held,
     outputs: Sequence[NdSbp],
     mesh: tuple[int, ...],
     fail: Callable[[str], WrongRule],
@@ -282,25 +290,33 @@ def _check_outputs(
     """Compare what the ranks hold with the whole result, for every choice of replicas."""
     if _is_uninitialized(trial.op):
         return
-    for position, (whole, sbp) in enumerate(zip(trial.whole, outputs, strict=True)):
-        if whole is None:
-            continue
-        held: dict[tuple[int, ...], torch.Tensor] = {
-            c: one for c, values in results.items() if (one := values[position]) is not None
-        }
-        largest = max((_largest(one) for one in (whole, *held.values())), default=0.0)
-        for replica in itertools.product(
-            *(range(n) if isinstance(one, Broadcast) else (0,) for one, n in zip(sbp, mesh, strict=True))
-        ):
-            chosen = {c: held[_replica_of(c, replica, sbp)] for c in held}
-            try:
-                joined = unshard(chosen, sbp, mesh)
-            except (RuntimeError, ValueError) as error:
-                raise fail(f"output {position} does not join: {error}") from error
-            problem = _difference(joined, whole, largest)
-            if problem is not None:
-                replicas = f" (replica {replica})" if any(replica) else ""
-                raise fail(f"output {position}{replicas}: {problem}")
+    for position, sbp in enumerate(outputs):
+        problem = _output_problem(trial, results, position, sbp, mesh)
+        if problem is not None:
+            raise fail(f"output {position}{problem}")
+
+
+def _output_problem(
+    trial: _Trial, results: Held, position: int, sbp: NdSbp, mesh: tuple[int, ...]
+) -> str | None:
+    """Why what the ranks hold of one output under a layout is not the whole, or None."""
+    whole = trial.whole[position]
+    if whole is None:
+        return None
+    held = {c: one for c, values in results.items() if (one := values[position]) is not None}
+    scale = max(map(largest, (whole, *held.values())))
+    for replica in itertools.product(
+        *(range(n) if isinstance(one, Broadcast) else (0,) for one, n in zip(sbp, mesh, strict=True))
+    ):
+        chosen = {c: held[_replica_of(c, replica, sbp)] for c in held}
+        try:
+            joined = unshard(chosen, sbp, mesh)
+        except (RuntimeError, ValueError) as error:
+            return f" does not join: {error}"
+        problem = _difference(trial, position, joined, scale)
+        if problem is not None:
+            return f"{f' (replica {replica})' if any(replica) else ''}: {problem}"
+    return None
 
 
 def _replica_of(coordinate: tuple[int, ...], replica: tuple[int, ...], sbp: NdSbp) -> tuple[int, ...]:
@@ -310,64 +326,41 @@ def _replica_of(coordinate: tuple[int, ...], replica: tuple[int, ...], sbp: NdSb
     )
 
 
-def _parts(tensor: torch.Tensor, one: Sbp, axis_size: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """What each rank of an axis holds of a tensor."""
-    if isinstance(one, Split):
-        return [take(tensor, one, axis_size, index) for index in range(axis_size)]
-    if isinstance(one, Broadcast):
-        return [tensor] * axis_size
-    if one.op == "sum":
-        return _addends(tensor, axis_size, generator)
-    return _bounds(tensor, one, axis_size, generator)
-
-
-def _addends(tensor: torch.Tensor, axis_size: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Random tensors of both signs and unequal sizes that add up to `tensor`."""
-    if tensor.dtype == torch.bool:  # adding booleans is a logical or
-        return _bounds(tensor, Partial("max"), axis_size, generator)
-    parts, rest = [], tensor
-    for index in range(axis_size - 1):
-        if tensor.is_floating_point() or tensor.is_complex():
-            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
-            part = ((1 + 0.7 * index) * noise + 0.3).to(tensor.dtype)
-        else:
-            part = torch.randint(-4, 6, tensor.shape, generator=generator).to(tensor.dtype)
-        parts.append(part)
-        rest = rest - part
-    parts.insert(axis_size // 2, rest)
-    return parts
-
-
-def _bounds(
-    tensor: torch.Tensor, one: Partial, axis_size: int, generator: torch.Generator
-) -> list[torch.Tensor]:
-    """Random tensors whose elementwise maximum or minimum is `tensor`."""
-    owner = torch.randint(0, axis_size, tensor.shape, generator=generator)
-    sign = -1 if one.op == "max" else 1
-    parts = []
-    for index in range(axis_size):
-        if tensor.dtype == torch.bool:
-            noise = torch.randint(0, 2, tensor.shape, generator=generator).bool()
-            other = tensor & noise if one.op == "max" else tensor | noise
-        elif tensor.is_floating_point():
-            other = tensor + sign * torch.rand(tensor.shape, generator=generator).mul(2).to(tensor.dtype)
-        else:
-            other = tensor + sign * torch.randint(0, 4, tensor.shape, generator=generator).to(tensor.dtype)
-        parts.append(torch.where(owner == index, tensor, other))
-    return parts
-
-
-def _difference(found: torch.Tensor, whole: torch.Tensor, largest: float) -> str | None:
-    """What is wrong with `found`, or None."""
+def _difference(trial: _Trial, position: int, found: torch.Tensor, scale: float) -> str | None:
+    """What is wrong with an output that the ranks' parts make, or None. `scale`: of the largest part."""
+    whole = trial.whole[position]
+    assert whole is not None
     if (found.shape, found.dtype) != (whole.shape, whole.dtype):
         return f"the ranks hold {_meta(found)}, the whole is {_meta(whole)}"
-    tolerance = _TOLERANCE.get(whole.dtype, 0.0)
-    close = torch.isclose(found, whole, rtol=tolerance, atol=tolerance * max(largest, 1e-30), equal_nan=True)
+    close = _is_close(trial, position, found, scale)
     if bool(close.all()):
         return None
     where = tuple((~close).nonzero()[0].tolist())
     count = int((~close).sum())
     return f"{count} of {whole.numel()} elements differ, first {found[where]} for {whole[where]} at {where}"
+
+
+def _is_close(trial: _Trial, position: int, found: torch.Tensor, scale: float) -> torch.Tensor:
+    """Of every element: whether it is off by no more than rounding."""
+    whole = trial.whole[position]
+    assert whole is not None
+    relative = _TOLERANCE.get(whole.dtype, 0.0)
+    close = torch.isclose(found, whole, rtol=relative, atol=relative * max(scale, 1e-30), equal_nan=True)
+    if relative and not bool(close.all()):
+        bound = max(_TOLERANCE[t.dtype] for t in (*trial.tensors, whole) if _is_float(t))
+        absolute = min(_ROUNDINGS * trial.noise[position], bound * max(trial.scale, scale))
+        close |= torch.isclose(found, whole, rtol=relative, atol=absolute, equal_nan=True)
+    return close
+
+
+def _rounded(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The tensor moved by about the rounding of its largest value; what is no float stays."""
+    if not _is_float(tensor):
+        return tensor
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    noise = torch.randn(tensor.shape, generator=generator, dtype=wide)
+    step = torch.finfo(tensor.dtype).eps * largest(tensor)
+    return (tensor + step * noise).to(tensor.dtype)
 
 
 def _is_exact(trial: _Trial, signature: Signature, axis_size: int, rule: OpRule) -> bool:
@@ -380,6 +373,50 @@ def _is_exact(trial: _Trial, signature: Signature, axis_size: int, rule: OpRule)
     return True
 
 
+def _exact_as_it_is(trial: _Trial, inputs: Sequence[Sbp], axis_size: int) -> list[Signature]:
+    """The exact layouts of the outputs when the op itself is run on shards of the inputs."""
+    options = [_output_layouts(one) for one in trial.whole]
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        parts = [
+            distribute(t, (one,), (axis_size,), generator)
+            for t, one in zip(trial.tensors, inputs, strict=True)
+        ]
+        results: dict[tuple[int, ...], tuple[torch.Tensor | None, ...]] = {}
+        for rank in range(axis_size):
+            try:
+                results[(rank,)] = _run_own(trial, [held[(rank,)] for held in parts])
+            except Exception:
+                return []
+        options = [
+            [one for one in layouts if _holds(trial, results, position, one, axis_size)]
+            for position, layouts in enumerate(options)
+        ]
+    return [Signature(tuple(inputs), outputs) for outputs in itertools.product(*options)]
+
+
+def _run_own(trial: _Trial, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """What the op itself gives for other tensors."""
+    arriving = iter(values)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda _: next(arriving), (trial.args, dict(trial.kwargs))
+    )
+    return _outputs(trial.op(*args, **kwargs))
+
+
+def _holds(trial: _Trial, results: Held, position: int, one: Sbp, axis_size: int) -> bool:
+    """Whether what the ranks hold of an output, in the right shapes, is the whole under a layout."""
+    whole = trial.whole[position]
+    for (rank,), values in results.items():
+        value = values[position] if len(values) == len(trial.whole) else None
+        if value is None or whole is None:
+            if value is not whole:
+                return False
+        elif tuple(value.shape) != local_shape(whole.shape, (one,), (axis_size,), (rank,)):
+            return False
+    return _output_problem(trial, results, position, (one,), (axis_size,)) is None
+
+
 def _plain_layouts(shape: Sequence[int], partial: bool) -> list[Sbp]:
     """B, plain splits of the dims worth splitting, and P(sum) if asked for."""
     splits: Iterator[Sbp] = (Split(dim) for dim, size in enumerate(shape) if size > 1)
@@ -390,8 +427,8 @@ def _output_layouts(whole: torch.Tensor | None) -> list[Sbp]:
     return [B] if whole is None else _plain_layouts(whole.shape, True)
 
 
-def _is_index(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_uninitialized(op: Callable) -> bool:
@@ -411,11 +448,3 @@ def _meta(tensor: torch.Tensor) -> TensorMeta:
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude."""
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
-        return 0.0
-    value = tensor.abs().double().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return value if math.isfinite(value) else 0.0
