@@ -8,9 +8,10 @@ from types import MappingProxyType
 from ..rewrite import Pass
 from .clean import clean
 from .norms import join_norms
+from .owners import name_owners
 from .prologue import hoist_counts
 
 #: The passes that every captured graph goes through. The name is what log and timing show.
 PASSES: Mapping[str, Pass] = MappingProxyType(
-    {"clean": clean, "join-norms": join_norms, "hoist-counts": hoist_counts}
+    {"clean": clean, "join-norms": join_norms, "hoist-counts": hoist_counts, "name-owners": name_owners}
 )
