@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -35,6 +36,7 @@ from ..sbp.layout import (
     text,
 )
 from ..sbp.signature import TensorMeta
+from .curve import Curve
 
 #: What a move does. "slice" (B -> S), "keep" (B -> P) and "pad" (S -> P) are local.
 Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "keep", "pad"]
@@ -45,17 +47,22 @@ LOCAL_KINDS = ("slice", "keep", "pad")
 class LinkCost(NamedTuple):
     """The cost of an axis: `alpha` seconds per phase of a collective, `beta` seconds per byte sent.
 
-    An all-reduce has two phases (a reduce-scatter and an all-gather), the others one.
+    An all-reduce has two phases (a reduce-scatter and an all-gather), the others one. Kinds that were
+    measured have a curve, seconds by bytes, that says it instead.
     """
 
     alpha: float = 2e-5
     beta: float = 1e-9
     launch: float = 0.0
+    curves: tuple[tuple[Kind, Curve], ...] = ()
 
     def seconds(self, kind: Kind, num_bytes: int) -> float:
         """The time of one move; local moves are free."""
         if kind in LOCAL_KINDS:
             return 0.0
+        for measured, curve in self.curves:
+            if measured == kind:
+                return curve.seconds(num_bytes)
         return self.launch + self.alpha * (2 if kind == "all_reduce" else 1) + self.beta * num_bytes
 
 
@@ -174,7 +181,9 @@ def route(
 ) -> Route:
     """The cheapest sequence of single-axis moves from `source` to `target`.
 
-    Between them an axis only takes the SBP it has in `source`, the one it has in `target`, or B.
+    Between them an axis takes the SBP it has in `source`, the one it has in `target`, B, or on a mesh of
+    several axes a split that carries a shard over another axis: an all-reduce over two axes is a
+    reduce-scatter on one, an all-reduce of the shard on the other and an all-gather, where that sends less.
 
     Args:
         shape, dtype: of the global tensor.
@@ -195,7 +204,7 @@ def route(
     sent = [0] * len(mesh)
     for step in steps:
         sent[step.axis] += step.num_bytes(dtype)
-    seconds = sum(_seconds(step, meta, costs) for step in steps)
+    seconds = sum(seconds_of(step, meta, costs) for step in steps)
     return Route(tuple(source), tuple(target), meta, mesh, steps, tuple(sent), seconds)
 
 
@@ -206,7 +215,8 @@ def price(
     return route(source, target, meta.shape, meta.dtype, mesh, links).cost
 
 
-def _seconds(move: Move, meta: TensorMeta, links: Sequence[LinkCost]) -> float:
+def seconds_of(move: Move, meta: TensorMeta, links: Sequence[LinkCost]) -> float:
+    """The time of one move of a tensor, given the cost of every axis."""
     if meta.numel == 0 or move.mesh[move.axis] == 1:
         return 0.0
     return links[move.axis].seconds(move.kind, move.num_bytes(meta.dtype))
@@ -222,6 +232,8 @@ def _shortest(
     order = itertools.count()
     queue: list[tuple[float, int, int, NdSbp, tuple[Move, ...]]] = [(0.0, 0, next(order), source, ())]
     done: set[NdSbp] = set()
+    carrier = carriers(meta, mesh)
+    on_axis = [dict.fromkeys((then, B, now, *carrier)) for now, then in zip(source, target, strict=True)]
     while queue:
         cost, length, _, state, path = heapq.heappop(queue)
         if state == target:
@@ -229,18 +241,26 @@ def _shortest(
         if state in done:
             continue
         done.add(state)
-        for move in _moves(state, source, target, meta, mesh):
+        for move in single_moves(state, on_axis, meta, mesh):
             if move.target not in done:
-                total = cost + _seconds(move, meta, links)
+                total = cost + seconds_of(move, meta, links)
                 heapq.heappush(queue, (total, length + 1, next(order), move.target, (*path, move)))
     raise AssertionError(f"no route from {text(source)} to {text(target)} for {meta} on {mesh}")
 
 
-def _moves(
-    state: NdSbp, source: NdSbp, target: NdSbp, meta: TensorMeta, mesh: tuple[int, ...]
+def carriers(meta: TensorMeta, mesh: Sequence[int]) -> tuple[Split, ...]:
+    """The split in which a shard is carried over another axis: the first dim that is even on all of them."""
+    size = math.prod(mesh)
+    even = (dim for dim, extent in enumerate(meta.shape) if extent and extent % size == 0)
+    return tuple(Split(dim) for dim in itertools.islice(even, 1)) if len(mesh) > 1 else ()
+
+
+def single_moves(
+    state: NdSbp, on_axis: Sequence[Iterable[Sbp]], meta: TensorMeta, mesh: tuple[int, ...]
 ) -> Iterator[Move]:
+    """The legal moves of one axis from `state` to any SBP that `on_axis` names for it."""
     for axis, now in enumerate(state):
-        for then in dict.fromkeys((target[axis], B, source[axis])):
+        for then in on_axis[axis]:
             if collective_kind(now, then) is None or not _is_legal(state, axis, then, mesh):
                 continue
             after = (*state[:axis], then, *state[axis + 1 :])

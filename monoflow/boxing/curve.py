@@ -1,0 +1,38 @@
+"""What was measured: seconds by amount."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by amount of work or bytes, through measured points.
+
+    Between two points both are interpolated by their logarithms; below the first everything costs what the
+    first did, beyond the last in proportion to it.
+
+    Attributes:
+        points: (amount, seconds), amounts positive and ascending.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        amounts = [amount for amount, _ in self.points]
+        assert amounts and amounts == sorted(set(amounts)) and amounts[0] > 0, f"amounts {amounts}"
+        assert all(0 < seconds < math.inf for _, seconds in self.points), f"seconds in {self.points}"
+
+    def seconds(self, amount: float) -> float:
+        """The time of an amount."""
+        points = self.points
+        if amount <= points[0][0]:
+            return points[0][1]
+        if amount >= points[-1][0]:
+            return points[-1][1] * amount / points[-1][0]
+        at = bisect_left(points, (amount, 0.0))
+        (low, below), (high, above) = points[at - 1], points[at]
+        share = math.log(amount / low) / math.log(high / low)
+        return below * (above / below) ** share
