@@ -19,6 +19,8 @@ class Settings:
         log_stages: stages that write a log (MONOFLOW_LOG, a comma-separated list, or "all").
         log_all_ranks: whether every rank writes it, not only rank 0 (MONOFLOW_LOG_RANKS=all).
         verify: whether each stage's verifier runs (MONOFLOW_VERIFY, on unless 0).
+        cache: folder of what was measured and may be deleted (MONOFLOW_CACHE; else in the user's cache
+            folder).
         rank, world_size: this process among all (RANK, WORLD_SIZE, as torchrun sets them).
         local_rank, local_world_size: this process among those of its host.
     """
@@ -26,6 +28,7 @@ class Settings:
     log_stages: frozenset[str] = frozenset()
     log_all_ranks: bool = False
     verify: bool = True
+    cache: str = "~/.cache/monoflow"
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -39,6 +42,7 @@ class Settings:
             log_stages=_stages(env.get("MONOFLOW_LOG", "")),
             log_all_ranks=_choice(env, "MONOFLOW_LOG_RANKS", {"0": False, "all": True}, "0"),
             verify=_choice(env, "MONOFLOW_VERIFY", {"0": False, "1": True}, "1"),
+            cache=env.get("MONOFLOW_CACHE") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/monoflow",
             rank=_integer(env, "RANK", 0),
             world_size=world_size,
             local_rank=_integer(env, "LOCAL_RANK", 0),

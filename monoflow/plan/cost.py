@@ -6,14 +6,13 @@ caches and each class' efficiency are in it. One that was not brings rates of a 
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
+from ..boxing.curve import Curve
 from ..boxing.route import LinkCost
 from ..graph.step_graph import is_getitem, metas_of, tensor_args
 from ..sbp.layout import Split
@@ -21,28 +20,6 @@ from ..sbp.signature import Signature, TensorMeta
 from .op_class import ARITHMETIC, OpClass, amount_of, class_of, num_flops
 
 _LINK = LinkCost(alpha=1e-6, beta=1e-10, launch=1e-5)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seconds by amount of work, through measured points (amount, seconds), amounts ascending and positive.
-
-    Between two points both are interpolated by their logarithms; below the first a call costs what the first
-    did, beyond the last in proportion to it.
-    """
-
-    points: tuple[tuple[float, float], ...]
-
-    def seconds(self, amount: float) -> float:
-        points = self.points
-        if amount <= points[0][0]:
-            return points[0][1]
-        if amount >= points[-1][0]:
-            return points[-1][1] * amount / points[-1][0]
-        at = bisect_left(points, (amount, 0.0))
-        (low, below), (high, above) = points[at - 1], points[at]
-        share = math.log(amount / low) / math.log(high / low)
-        return below * (above / below) ** share
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,229 @@
+"""Machines to plan for: shipped tables of accelerators and links, this machine's calibration, or a guess.
+
+Tables hold what vendors publish (dense, without sparsity; one direction of a link); how much of it programs
+get is stated once, in `ACHIEVED`, and applied when a machine is made.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..boxing.route import LinkCost
+from ..errors import PlanError
+from ..log import stage_logger
+from ..mesh import Placement
+from .calibration import device_name, load_calibration
+from .cost import Device, Machine
+
+log = stage_logger("plan")
+
+GB, TERA = 10**9, 1e12
+
+
+@dataclass(frozen=True)
+class Achieved:
+    """The parts of published figures that programs reach, as factors.
+
+    Large bf16 products reach 0.6 to 0.75 of a GPU's dense peak (the H100 about 660-700 of 989 TFLOP/s in
+    cuBLAS), streaming kernels about 0.9 of memory bandwidth, NCCL's rings about 0.8 of a link's one
+    direction (its "bus bandwidth": 360 of 450 GB/s between 8 H100s, 40 of 50 GB/s over NDR InfiniBand).
+    """
+
+    flops: float = 0.7
+    bandwidth: float = 0.9
+    link: float = 0.8
+
+
+ACHIEVED = Achieved()
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """An accelerator as its vendor publishes it.
+
+    Attributes:
+        name: the product.
+        source: where the figures are from.
+        flops: TFLOP/s by dtype, dense. float32 is without TF32, as torch multiplies unless it is told
+            otherwise.
+        bandwidth: of memory, TB/s.
+        capacity: bytes of memory.
+        links: what joins it to others, by where they are: in the "host" and over the "network".
+        marks: words of torch's name of the device that tell it from others; all must be in it.
+    """
+
+    name: str
+    source: str
+    flops: Mapping[str, float]
+    bandwidth: float
+    capacity: int
+    links: Mapping[str, str]
+    marks: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LinkSheet:
+    """A link as its vendor publishes it.
+
+    Attributes:
+        bandwidth: GB/s in one direction, per device.
+        latency: seconds from a device to another, as a collective's step sees it.
+        launch: seconds to start a collective.
+    """
+
+    name: str
+    source: str
+    bandwidth: float
+    latency: float
+    launch: float = 5e-6
+
+
+#: Latencies are of NCCL's small-message steps: a few us over NVLink, 10 more through a NIC.
+LINKS: Mapping[str, LinkSheet] = MappingProxyType(
+    {
+        "nvlink3": LinkSheet("NVLink 3", "NVIDIA A100 datasheet: 600 GB/s in both directions", 300, 3e-6),
+        "nvlink4": LinkSheet("NVLink 4", "NVIDIA H100 datasheet: 900 GB/s in both directions", 450, 3e-6),
+        "nvlink5": LinkSheet(
+            "NVLink 5", "NVIDIA Blackwell datasheet: 1.8 TB/s in both directions", 900, 3e-6
+        ),
+        "pcie4": LinkSheet("PCIe 4 x16", "PCI-SIG: 16 GT/s x 16 lanes, 32 GB/s a direction", 32, 6e-6),
+        "pcie5": LinkSheet("PCIe 5 x16", "PCI-SIG: 32 GT/s x 16 lanes, 64 GB/s a direction", 64, 6e-6),
+        "infiniband-hdr": LinkSheet(
+            "InfiniBand HDR", "NVIDIA DGX A100 datasheet: 200 Gb/s per GPU", 25, 12e-6
+        ),
+        "infiniband-ndr": LinkSheet(
+            "InfiniBand NDR", "NVIDIA DGX H100 datasheet: 400 Gb/s per GPU", 50, 12e-6
+        ),
+        "infiniband-xdr": LinkSheet(
+            "InfiniBand XDR", "NVIDIA Quantum-X800 datasheet: 800 Gb/s per port", 100, 12e-6
+        ),
+        "ethernet-100g": LinkSheet("100 Gb Ethernet", "IEEE 802.3: 100 Gb/s", 12.5, 3e-5),
+    }
+)
+
+_A100 = {"float64": 9.7, "float32": 19.5, "bfloat16": 312, "float16": 312}
+_H100 = {"float64": 34, "float32": 67, "bfloat16": 989, "float16": 989, "float8_e4m3fn": 1979}
+_H100_PCIE = {"float64": 26, "float32": 51, "bfloat16": 756, "float16": 756, "float8_e4m3fn": 1513}
+_B200 = {"float64": 37, "float32": 75, "bfloat16": 2250, "float16": 2250, "float8_e4m3fn": 4500}
+_AMPERE, _HOPPER = "NVIDIA A100 datasheet, 2021", "NVIDIA H100 datasheet, 2023"
+
+DEVICES: Mapping[str, Sheet] = MappingProxyType(
+    {
+        "a100-40gb": Sheet(
+            "NVIDIA A100 SXM 40 GB", _AMPERE, _A100, 1.555, 40 * GB,
+            {"host": "nvlink3", "network": "infiniband-hdr"}, ("A100", "40GB"),
+        ),
+        "a100": Sheet(
+            "NVIDIA A100 SXM 80 GB", _AMPERE, _A100, 2.039, 80 * GB,
+            {"host": "nvlink3", "network": "infiniband-hdr"}, ("A100",),
+        ),
+        "h100-pcie": Sheet(
+            "NVIDIA H100 PCIe 80 GB", _HOPPER, _H100_PCIE, 2.0, 80 * GB,
+            {"host": "pcie5", "network": "infiniband-ndr"}, ("H100", "PCIe"),
+        ),
+        "h100": Sheet(
+            "NVIDIA H100 SXM 80 GB", _HOPPER, _H100, 3.35, 80 * GB,
+            {"host": "nvlink4", "network": "infiniband-ndr"}, ("H100",),
+        ),
+        "h200": Sheet(
+            "NVIDIA H200 SXM 141 GB", "NVIDIA H200 datasheet, 2024", _H100, 4.8, 141 * GB,
+            {"host": "nvlink4", "network": "infiniband-ndr"}, ("H200",),
+        ),
+        "b200": Sheet(
+            "NVIDIA B200 SXM 180 GB", "NVIDIA HGX B200 datasheet, 2025", _B200, 7.7, 180 * GB,
+            {"host": "nvlink5", "network": "infiniband-ndr"}, ("B200",),
+        ),
+    }
+)  # fmt: skip
+
+#: Devices of a host that its own links join.
+HOST_SIZE = 8
+#: Seconds to launch a kernel from a step that runs op by op.
+_LAUNCH = 5e-6
+
+
+def machine_for(
+    placement: Placement, device: str | None = None, link: str | None = None, capacity: int | None = None
+) -> Machine:
+    """The machine to plan a placement for.
+
+    Args:
+        device: a shipped table, such as "h100"; left out, this machine: as it was calibrated, else a shipped
+            table of the same accelerator, else a guess, with a warning that says how to calibrate.
+        link: a shipped link for every axis, instead of the device's own.
+        capacity: bytes of memory to use, instead of the device's.
+
+    Raises:
+        PlanError: an unknown device or link, or a calibration that is stale or damaged.
+    """
+    made = _named(placement, device, link) if device is not None else _here(placement, link)
+    if capacity is None:
+        return made
+    small = Device(**{**vars(made.device), "capacity": capacity})
+    return Machine(small, made.links)
+
+
+def device_of(sheet: Sheet) -> Device:
+    """The device as programs find it."""
+    flops = {dtype: rate * TERA * ACHIEVED.flops for dtype, rate in sheet.flops.items()}
+    return Device(sheet.name, flops, sheet.bandwidth * TERA * ACHIEVED.bandwidth, _LAUNCH, sheet.capacity)
+
+
+def link_of(sheet: LinkSheet, axis_size: int) -> LinkCost:
+    """A link along an axis: a phase takes as many steps as a tree over the axis is deep."""
+    depth = max(1, math.ceil(math.log2(axis_size)))
+    return LinkCost(sheet.latency * depth, 1 / (sheet.bandwidth * GB * ACHIEVED.link), sheet.launch)
+
+
+def is_within_host(placement: Placement, axis: int) -> bool:
+    """Whether an axis joins devices of one host, when hosts are filled innermost axis first."""
+    return math.prod(placement.shape[axis:]) <= HOST_SIZE
+
+
+def _named(placement: Placement, device: str, link: str | None) -> Machine:
+    if device not in DEVICES:
+        raise PlanError(f"no table of a device {device!r}; there are {', '.join(DEVICES)}")
+    sheet = DEVICES[device]
+    where = ["host" if is_within_host(placement, axis) else "network" for axis in range(placement.num_axes)]
+    links = [_link(link or sheet.links[place]) for place in where]
+    pairs = zip(links, placement.shape, strict=True)
+    return Machine(device_of(sheet), tuple(link_of(one, size) for one, size in pairs))
+
+
+def _link(name: str) -> LinkSheet:
+    if name not in LINKS:
+        raise PlanError(f"no table of a link {name!r}; there are {', '.join(LINKS)}")
+    return LINKS[name]
+
+
+def _here(placement: Placement, link: str | None) -> Machine:
+    found = load_calibration(placement.device_type, placement.size)
+    if found is not None:
+        made = found.machine(placement.shape)
+    else:
+        made = _guess(placement)
+        log.warning(
+            "this machine is not calibrated for %d ranks on %s: costs are those of %s; "
+            "run `monoflow calibrate -n %d`",
+            placement.size, placement.device_type, made.device.name, placement.size,
+        )  # fmt: skip
+    if link is None:
+        return made
+    return Machine(made.device, tuple(link_of(_link(link), size) for size in placement.shape))
+
+
+def _guess(placement: Placement) -> Machine:
+    """A shipped table of this machine's accelerator; for a CPU or an unknown one, round numbers."""
+    if placement.device_type == "cpu":
+        cores = max(1.0, (os.cpu_count() or 1) / placement.size)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // placement.size
+        rates = {"float32": 4e10 * cores, "float64": 2e10 * cores}
+        device = Device("an unknown CPU", rates, 5e9 * cores, 5e-6, memory)
+        return Machine(device, (LinkCost(2e-4, 6e-10, 1e-4),) * placement.num_axes)
+    name = device_name(placement.device_type)
+    known = [key for key, sheet in DEVICES.items() if all(mark in name for mark in sheet.marks)]
+    return _named(placement, known[0] if known else "a100", None)
