@@ -33,7 +33,7 @@ def test_every_pair_costs_what_its_route_costs(mesh: tuple[int, ...], shape: tup
 
 
 def test_the_slow_axis_carries_a_shard_of_what_two_axes_add_up() -> None:
-    slow, fast = LinkCost(1e-5, 1e-8), LinkCost(1e-6, 1e-10)
+    slow, fast = LinkCost(1e-5, 1e-8, 1e-5), LinkCost(1e-6, 1e-10, 1e-5)
     found = route((P, P), (B, B), (1024, 64), torch.float32, (2, 8), (slow, fast))
     assert [one.kind for one in found.steps] == ["reduce_scatter", "all_reduce", "all_gather"]
     full = 1024 * 64 * 4
