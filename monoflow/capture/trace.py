@@ -100,10 +100,9 @@ def capture(
     lifted = lift(mode, subject, arguments)
     run = Run(function, subject, mode, lifted, arguments, source)
     with _quiet_python(), op_numbers():
-        traced = make_fx(run)(*lifted.fakes.values())
-        assert isinstance(traced, fx.GraphModule)
-        lift_constants(mode, traced, lifted)
-        functional = functionalize(traced, list(lifted.fakes.values()), batch_stats)
+        module = traced(run, list(lifted.fakes.values()))
+        lift_constants(mode, module, lifted)
+        functional = functionalize(module, list(lifted.fakes.values()), batch_stats)
         graph = step_graph(functional, lifted, run.outputs, name, source)
     used = set(graph.input_of) | {output.replaces for output in graph.outputs} | set(run.cleared)
     return Captured(
@@ -118,6 +117,13 @@ def capture(
         frozenset(run.begun),
         tuple(arguments.names.values()),
     )
+
+
+def traced(run: Run, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The ops that the step ran on fakes, in-place ones as they are."""
+    module = make_fx(run)(*fakes)
+    assert isinstance(module, fx.GraphModule)
+    return module
 
 
 def _refuse_compiled(index: int, model: nn.Module) -> None:
