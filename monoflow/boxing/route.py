@@ -54,7 +54,7 @@ class LinkCost(NamedTuple):
     alpha: float = 2e-5
     beta: float = 1e-9
     launch: float = 0.0
-    curves: tuple[tuple[Kind, Curve], ...] = ()
+    curves: tuple[tuple[str, Curve], ...] = ()
 
     def seconds(self, kind: Kind, num_bytes: int) -> float:
         """The time of one move; local moves are free."""

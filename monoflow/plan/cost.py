@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from ..boxing.curve import Curve
@@ -96,10 +97,19 @@ def op_seconds(
     )
 
 
+def curve_key(kind: OpClass, dtype: torch.dtype) -> str:
+    """The name of a class' curve: arithmetic has one per dtype."""
+    return f"{kind}/{_name(dtype)}" if kind in ARITHMETIC else str(kind)
+
+
 def _arithmetic(kind: OpClass, amount: float, meta: TensorMeta, device: Device) -> float:
-    dtype = str(meta.dtype).removeprefix("torch.")
-    curve = device.curves.get(f"{kind}/{dtype}")
-    return curve.seconds(amount) if curve is not None else device.launch + amount / _rate(device, dtype)
+    curve = device.curves.get(curve_key(kind, meta.dtype))
+    rate = _rate(device, _name(meta.dtype))
+    return curve.seconds(amount) if curve is not None else device.launch + amount / rate
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _streaming(num_bytes: float, device: Device) -> float:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
+
 from ..boxing.route import LinkCost
 from ..errors import PlanError
 from ..log import stage_logger
@@ -220,10 +222,16 @@ def _guess(placement: Placement) -> Machine:
     """A shipped table of this machine's accelerator; for a CPU or an unknown one, round numbers."""
     if placement.device_type == "cpu":
         cores = max(1.0, (os.cpu_count() or 1) / placement.size)
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // placement.size
         rates = {"float32": 4e10 * cores, "float64": 2e10 * cores}
-        device = Device("an unknown CPU", rates, 5e9 * cores, 5e-6, memory)
+        device = Device("an unknown CPU", rates, 5e9 * cores, 5e-6, memory_of("cpu", placement.size))
         return Machine(device, (LinkCost(2e-4, 6e-10, 1e-4),) * placement.num_axes)
     name = device_name(placement.device_type)
     known = [key for key, sheet in DEVICES.items() if all(mark in name for mark in sheet.marks)]
     return _named(placement, known[0] if known else "a100", None)
+
+
+def memory_of(device_type: str, num_ranks: int) -> int:
+    """Bytes of memory that each of so many local ranks has: its accelerator's, or its share of the host's."""
+    if device_type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+    return torch.accelerator.get_memory_info()[1]
