@@ -74,7 +74,7 @@ def letters(
     """
     left, right = spec.split("->")
     ins = left.split(",") if call.inputs else []
-    outs = right.split(",")
+    outs = right.split(",") if call.outputs else []
     assert len(ins) == len(call.inputs) and len(outs) == len(call.outputs), (spec, call)
     found: dict[Signature, None] = {}
     for letter in dict.fromkeys(c for group in [*ins, *outs] for c in group if c not in "_-"):

@@ -131,3 +131,12 @@ def test_trilinear_is_an_einsum_of_three():
         "B, P(sum), B -> P(sum)",
         "B, B, P(sum) -> P(sum)",
     }
+
+
+@pytest.mark.parametrize("beta", [-2.0, 0.0])
+def test_addmv_with_one_bias_for_all_rows(beta):
+    """Over an empty shard torch's addmv gives its bias as it is, of the wrong shape (and NaN for beta 0)."""
+    op = aten.addmv.default
+    bias = values(1) if beta else torch.tensor([float("nan")], dtype=torch.float64)
+    found = proven(RULES[op], op, bias, values(5, 3), values(3), beta=beta)
+    assert "P(sum), S(1), S(0) -> P(sum)" in found and "B, S(0), B -> S(0)" in found

@@ -150,3 +150,18 @@ def test_narrow_floats(dtype):
     holds(proven(RULES[op], op, _image(2, dtype=dtype), [2, 2], [2, 2]), "S(0) -> S(0), S(0)")
     op = aten.avg_pool2d.default
     holds(proven(RULES[op], op, _image(2, dtype=dtype), [2, 2], [2, 2]), "S(1) -> S(1)")
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (aten.avg_pool2d.default, ([2, 2],)),
+        (aten.reflection_pad2d.default, ([0, 2, 0, 1],)),
+        (aten.replication_pad2d.default, ([0, 2, 0, 1],)),
+        (aten._adaptive_avg_pool2d.default, ([2, 1],)),
+    ],
+    ids=str,
+)
+def test_a_batch_of_none_has_channels_to_split(op, arguments):
+    """Kernels take an empty batch, but not a shard of it that has no channel either."""
+    holds(proven(RULES[op], op, values(0, 3, 6, 8), *arguments), "S(1) -> S(1)")

@@ -149,8 +149,12 @@ def new_zeros(like: torch.Tensor, shapes: Sequence[Any], dtypes: Sequence[Any]) 
 
 
 def any_empty(call: LocalCall) -> bool:
-    """Whether some tensor this rank holds has no element although the whole tensor has."""
-    return any(0 in one.shape and 0 not in one.meta.shape for one in call.inputs)
+    """Whether some tensor this rank holds is empty along a dim along which the whole tensor is not."""
+    return any(
+        held == 0 != extent
+        for one in call.inputs
+        for held, extent in zip(one.shape, one.meta.shape, strict=True)
+    )
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

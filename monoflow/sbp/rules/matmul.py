@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_lowercase
+
+import torch
 
 from ..registry import Forms, OpRule, aten, letters, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature
@@ -21,6 +23,19 @@ def _added_product(spec: str, call: OpCall, axis_size: int, forms: Forms) -> lis
     bias = broadcast_letters(call.inputs[0].shape, spec.split("->")[1], call.outputs[0].shape)  # pyright: ignore
     found = contracted_bias(letters(call, axis_size, forms, f"{bias},{spec}"), 0)
     return [*found, linear_signature(call, (0, 1)), linear_signature(call, (0, 2))]
+
+
+def _vector_local(call: LocalCall) -> LocalOp:
+    """addmv over no element gives its bias as it is, not in the shape of the result."""
+    (output,) = call.outputs
+    if not any_empty(call) or output is None:
+        return own_op(call)
+    return scaled_bias, (call.args[0], output.shape, output.meta.dtype, argument(call, "beta")), {}
+
+
+def scaled_bias(bias: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, beta: float) -> torch.Tensor:
+    """beta * bias in the given shape and dtype; zeros for beta 0, whatever the bias holds."""
+    return bias.new_zeros(shape, dtype=dtype) if beta == 0 else (bias * beta).to(dtype).expand(shape).clone()
 
 
 def _distances(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
@@ -80,7 +95,6 @@ _ADDED_PRODUCTS = {
     ("addmm", "addmm.dtype"): "mk,kn->mn",
     ("baddbmm", "baddbmm.dtype"): "bmk,bkn->bmn",
     ("addbmm",): "bmk,bkn->mn",
-    ("addmv",): "mk,k->m",
     ("addr",): "m,n->mn",
 }
 
@@ -90,6 +104,7 @@ RULES: dict[Callable, OpRule] = {
     for names, spec in family.items()
     for op in aten(*names)
 }
+RULES |= {op: OpRule(partial(_added_product, "mk,k->m"), _vector_local) for op in aten("addmv")}
 RULES |= {op: OpRule(_distances) for op in aten("_cdist_forward")}
 RULES |= {op: OpRule(_distances_backward) for op in aten("_cdist_backward")}
 RULES |= {op: OpRule(_trilinear, _trilinear_local) for op in aten("_trilinear")}
