@@ -68,7 +68,7 @@ def llama(layers: int) -> nn.Module:
         num_attention_heads=64, num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
-        return LlamaForCausalLM(config).to(torch.bfloat16)
+        return LlamaForCausalLM(config).bfloat16()
 
 
 MODELS: Mapping[str, Callable[[int], nn.Module]] = {"gpt2": gpt2, "llama-70b": llama}
