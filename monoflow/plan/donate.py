@@ -58,7 +58,7 @@ def donations(plan: Plan, made: Schedule, tasks: Sequence[Iterable[Op | Box]]) -
             number += 1
             for value in item.inputs if isinstance(item, Op) else (item.source,):
                 uses.setdefault(origin.get(value, value), []).append((number, task, item))
-            for value, source in _views(item):
+            for value, source in shares_memory(item):
                 origin[value] = origin.get(source, source)
             if isinstance(item, Op) and item.node.target in IN_PLACE:
                 updates.append((number, item))
@@ -89,7 +89,7 @@ def overwritten(update: Op) -> list[LaidOut]:
     return written
 
 
-def _views(item: Op | Box) -> list[tuple[LaidOut, LaidOut]]:
+def shares_memory(item: Op | Box) -> list[tuple[LaidOut, LaidOut]]:
     """(view, what it is a view of) of everything that may share memory with what an item reads."""
     if isinstance(item, Box):
         return [(item.target, item.source)] if item.is_local else []

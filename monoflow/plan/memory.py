@@ -1,0 +1,258 @@
+"""What one rank holds in memory while a schedule runs, item by item.
+
+Tensors that share memory (views, updates in place, local moves that only cut) are one *storage*. A storage is
+there from the item that makes it to the last item that reads any of its tensors, as the engine frees it; what
+comes in or goes out of the step is held outside and stays. Beside its results an item may need workspace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..boxing.route import Move
+from ..graph.step_graph import Phase, Role, metas_of
+from ..sbp.layout import NdSbp, Split, local_shape
+from ..sbp.signature import TensorMeta
+from .donate import IN_PLACE, donations, shares_memory
+from .plan import Plan
+from .schedule import Box, LaidOut, Op, Schedule
+from .workspace import is_contiguous, move_workspace, op_workspace
+
+#: What bytes are held for, in the order of a timeline's columns.
+CATEGORIES = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "activations",
+    "moved copies",
+    "batch and other",
+    "workspace",
+)
+_PARAMETERS, _STATE, _GRADIENTS, _ACTIVATIONS, _MOVED, _OTHER, _WORKSPACE = range(len(CATEGORIES))
+_OF_ROLE: Mapping[Role, int] = {
+    Role.PARAM: _PARAMETERS,
+    Role.BUFFER: _PARAMETERS,
+    Role.STATE: _STATE,
+    Role.GRAD: _GRADIENTS,
+}
+#: Allocators of accelerators hand out multiples of this many bytes.
+_ACCELERATOR_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Bytes of one rank, a row per item of the schedule.
+
+    Attributes:
+        held: by CATEGORIES, while the item runs: its inputs and outputs, all else that is kept, workspace.
+        after: in all, when the item is done and what nobody reads any more is free.
+        before: in all, before the first item: what comes into the step.
+    """
+
+    held: tuple[tuple[int, ...], ...]
+    after: tuple[int, ...]
+    before: int
+
+    @property
+    def peak(self) -> int:
+        """The item at which most is held; -1 (before all of them) in a schedule without any."""
+        return max(range(len(self.held)), key=lambda item: sum(self.held[item]), default=-1)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that is held at any time."""
+        return sum(self.held[self.peak]) if self.held else self.before
+
+
+class LocalShapes:
+    """Local shape and dtype of values on one rank, remembered.
+
+    Args:
+        coordinate: the rank's place in the placement; one with the largest shards when left out.
+    """
+
+    def __init__(self, plan: Plan, coordinate: Sequence[int] | None = None) -> None:
+        self.mesh = plan.placement.shape
+        self.is_any = coordinate is None
+        self.coordinate = tuple(coordinate) if coordinate is not None else (0,) * len(self.mesh)
+        self._known: dict[tuple[TensorMeta, NdSbp], TensorMeta] = {}
+        self._metas: dict[torch.fx.Node, tuple[TensorMeta | None, ...]] = {}
+
+    def of(self, value: LaidOut) -> TensorMeta | None:
+        """What a rank holds of a value; None for an absent output."""
+        metas = self._metas.get(value.node)
+        if metas is None:
+            metas = self._metas[value.node] = metas_of(value.node)
+        meta = metas[value.index]
+        if meta is None:
+            return None
+        key = (meta, value.layout)
+        found = self._known.get(key)
+        if found is None:
+            found = TensorMeta(local_shape(meta.shape, value.layout, self.mesh, self.coordinate), meta.dtype)
+            self._known[key] = found
+        return found
+
+
+def timeline(plan: Plan, made: Schedule, shapes: LocalShapes | None = None) -> Timeline:
+    """The memory of one rank over a schedule.
+
+    Args:
+        shapes: whose; a rank with the largest shards when left out.
+    """
+    return Walk(plan, made, shapes or LocalShapes(plan)).swept()
+
+
+class Walk:
+    """One pass over a schedule: which storage every tensor is in, and from where to where it is read.
+
+    Attributes:
+        begins: per item, the storages that it makes.
+        workspace: per item, bytes that it needs while it runs.
+    """
+
+    def __init__(self, plan: Plan, made: Schedule, shapes: LocalShapes) -> None:
+        self.plan, self.made, self.shapes = plan, made, shapes
+        self.on_cpu = plan.placement.device_type == "cpu"
+        self.in_place = donations(plan, made, [[item] for item in made.items]).nodes
+        self.gradients = _gradients(plan, made)
+        self.moved: set[LaidOut] = set()
+        self.storage_of: dict[LaidOut, int] = {}
+        self.sizes: list[int] = []
+        self.categories: list[int] = []
+        self.last: list[int] = []  # the last item that reads a storage
+        self.begins: list[list[int]] = [[] for _ in made.items]  # storages that an item makes
+        self.workspace: list[int] = []
+        self._come_in()
+        for position, item in enumerate(made.items):
+            self._pass(position, item)
+        for value in (*made.inputs, *(value for _, value in made.outputs)):
+            self.last[self.storage_of[value]] = len(made.items)
+
+    def _come_in(self) -> None:
+        names = {node: name for name, node in self.plan.graph.placeholders.items()}
+        roles = self.plan.graph.input_of
+        for value in self.made.inputs:
+            category = _OF_ROLE.get(roles[names[value.node]].role, _OTHER)
+            self._store(value, category)
+
+    def _pass(self, position: int, item: Op | Box) -> None:
+        reads = item.inputs if isinstance(item, Op) else (item.source,)
+        shared = dict(self._shared(item))
+        for number, value in enumerate(item.outputs if isinstance(item, Op) else (item.target,)):
+            if value in shared:
+                self.storage_of[value] = self.storage_of[shared[value]]
+            elif self.shapes.of(value) is not None:
+                self.begins[position].append(self._store(value, self._category(item, value, number)))
+                self.last[-1] = position
+        for value in reads:
+            self.last[self.storage_of[value]] = position
+        self.workspace.append(self._workspace(item))
+        if isinstance(item, Box) and item.target not in shared:
+            self.moved.add(item.target)
+
+    def _store(self, value: LaidOut, category: int) -> int:
+        meta = self.shapes.of(value)
+        assert meta is not None, f"{value.name} is absent"
+        size = meta.num_bytes
+        self.sizes.append(size if self.on_cpu else -(-size // _ACCELERATOR_BLOCK) * _ACCELERATOR_BLOCK)
+        self.categories.append(category)
+        self.last.append(-1)
+        self.storage_of[value] = len(self.sizes) - 1
+        return len(self.sizes) - 1
+
+    def _shared(self, item: Op | Box) -> Iterator[tuple[LaidOut, LaidOut]]:
+        """(output, input whose memory it is) of an item."""
+        if isinstance(item, Op) and item.node in self.in_place:
+            yield from zip(item.outputs, item.inputs, strict=False)
+        elif not isinstance(item, Box) or (item.is_local and not self._is_copied(item)):
+            yield from shares_memory(item)
+
+    def _is_copied(self, box: Box) -> bool:
+        """Whether a local move makes a tensor of its own, as `boxing.collectives.run_local` does."""
+        move = box.move
+        if move.mesh[move.axis] == 1:
+            return False
+        if move.kind == "pad":
+            return True
+        if move.kind == "keep":
+            partial = move.target[move.axis]
+            is_first = not self.shapes.is_any and self.shapes.coordinate[move.axis] == 0
+            return getattr(partial, "op", "") == "sum" and not is_first
+        return _is_strided(move, self.shapes) or not self._is_plain(box.source)
+
+    def _is_plain(self, value: LaidOut) -> bool:
+        """Whether a value is contiguous: as it was captured, or because a move made it."""
+        return value in self.moved or is_contiguous(value)
+
+    def _category(self, item: Op | Box, value: LaidOut, number: int) -> int:
+        if (value.node, value.index) in self.gradients and item.phase in (Phase.BACKWARD, Phase.UPDATE):
+            return _GRADIENTS
+        if isinstance(item, Box):
+            return _MOVED
+        if item.node.target in IN_PLACE:
+            return _PARAMETERS if number == 0 else _STATE
+        return _ACTIVATIONS
+
+    def _workspace(self, item: Op | Box) -> int:
+        if isinstance(item, Op):
+            inputs = [self.shapes.of(value) for value in item.inputs]
+            outputs = [self.shapes.of(value) for value in item.outputs]
+            return op_workspace(item, inputs, outputs, self.on_cpu)
+        source, target = self.shapes.of(item.source), self.shapes.of(item.target)
+        assert source is not None and target is not None
+        plain = self._is_plain(item.source)
+        return move_workspace(item.move, source, target, self.shapes.coordinate, plain, self.on_cpu)
+
+    def swept(self) -> Timeline:
+        """Adds up what is held at every item."""
+        ends: list[list[int]] = [[] for _ in range(len(self.made.items) + 1)]
+        held = [0] * len(CATEGORIES)
+        born = {storage for made in self.begins for storage in made}
+        for storage, last in enumerate(self.last):
+            ends[last].append(storage)
+            if storage not in born:
+                held[self.categories[storage]] += self.sizes[storage]
+        before = sum(held)
+        rows, after = [], []
+        for position, made in enumerate(self.begins):
+            for storage in made:
+                held[self.categories[storage]] += self.sizes[storage]
+            held[_WORKSPACE] = self.workspace[position]
+            rows.append(tuple(held))
+            for storage in ends[position]:
+                held[self.categories[storage]] -= self.sizes[storage]
+            after.append(sum(held) - held[_WORKSPACE])
+        return Timeline(tuple(rows), tuple(after), before)
+
+
+def _is_strided(move: Move, shapes: LocalShapes) -> bool:
+    """Whether what a slice cuts out does not lie in one piece, so that it is copied."""
+    split = move.target[move.axis]
+    assert isinstance(split, Split), move
+    held = local_shape(move.shape, move.source, shapes.mesh, shapes.coordinate)
+    cut = local_shape(move.shape, move.target, shapes.mesh, shapes.coordinate)
+    return held != cut and (split.blocks > 1 or math.prod(held[: split.dim]) > 1)
+
+
+def _gradients(plan: Plan, made: Schedule) -> set[tuple[torch.fx.Node, int]]:
+    """The values that are gradients of parameters: what updates read and nothing of the step's state is."""
+    names = {node: name for name, node in plan.graph.placeholders.items()}
+    roles = plan.graph.input_of
+    found = {
+        (value.node, value.index)
+        for item in made.items
+        if isinstance(item, Op) and item.phase is Phase.UPDATE
+        for value in item.inputs
+        if value.node not in names
+    }
+    found |= {
+        (value.node, value.index)
+        for one, value in made.outputs
+        if one.observed or (one.replaces and roles[one.replaces].role is Role.GRAD)
+    }
+    return found
