@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..graph.step_graph import Role
+from .facts import may_share_memory
 from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
 
@@ -93,8 +94,6 @@ def shares_memory(item: Op | Box) -> list[tuple[LaidOut, LaidOut]]:
     """(view, what it is a view of) of everything that may share memory with what an item reads."""
     if isinstance(item, Box):
         return [(item.target, item.source)] if item.is_local else []
-    schema = getattr(item.node.target, "_schema", None)
-    is_view = item.node.target is aten._unsafe_view.default or (
-        schema is not None and any(one.alias_info is not None for one in schema.returns)
-    )
-    return [(value, item.inputs[0]) for value in item.outputs] if is_view and item.inputs else []
+    if not item.inputs or not may_share_memory(item.node.target):
+        return []
+    return [(value, item.inputs[0]) for value in item.outputs]

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from ..boxing.route import Move
-from ..graph.step_graph import Phase, Role, metas_of
+from ..graph.step_graph import Phase, Role
 from ..sbp.layout import NdSbp, Split, local_shape
 from ..sbp.signature import TensorMeta
-from .donate import IN_PLACE, donations, shares_memory
+from .donate import IN_PLACE, donations
+from .facts import Facts, facts_of
 from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
-from .workspace import is_contiguous, move_workspace, op_workspace
+from .workspace import Metas, is_contiguous, move_workspace, op_workspace
 
 #: What bytes are held for, in the order of a timeline's columns.
 CATEGORIES = (
@@ -72,22 +73,20 @@ class LocalShapes:
     """Local shape and dtype of values on one rank, remembered.
 
     Args:
+        facts: of the plan's graph.
         coordinate: the rank's place in the placement; one with the largest shards when left out.
     """
 
-    def __init__(self, plan: Plan, coordinate: Sequence[int] | None = None) -> None:
+    def __init__(self, plan: Plan, facts: Facts, coordinate: Sequence[int] | None = None) -> None:
         self.mesh = plan.placement.shape
         self.is_any = coordinate is None
         self.coordinate = tuple(coordinate) if coordinate is not None else (0,) * len(self.mesh)
+        self.facts = facts
         self._known: dict[tuple[TensorMeta, NdSbp], TensorMeta] = {}
-        self._metas: dict[torch.fx.Node, tuple[TensorMeta | None, ...]] = {}
 
     def of(self, value: LaidOut) -> TensorMeta | None:
         """What a rank holds of a value; None for an absent output."""
-        metas = self._metas.get(value.node)
-        if metas is None:
-            metas = self._metas[value.node] = metas_of(value.node)
-        meta = metas[value.index]
+        meta = self.facts[value.node].metas[value.index]
         if meta is None:
             return None
         key = (meta, value.layout)
@@ -104,7 +103,7 @@ def timeline(plan: Plan, made: Schedule, shapes: LocalShapes | None = None) -> T
     Args:
         shapes: whose; a rank with the largest shards when left out.
     """
-    return Walk(plan, made, shapes or LocalShapes(plan)).swept()
+    return Walk(plan, made, shapes or LocalShapes(plan, facts_of(plan.graph))).swept()
 
 
 class Walk:
@@ -112,6 +111,7 @@ class Walk:
 
     Attributes:
         begins: per item, the storages that it makes.
+        metas: per item, what the rank holds of its inputs and of its outputs.
         workspace: per item, bytes that it needs while it runs.
     """
 
@@ -127,6 +127,7 @@ class Walk:
         self.last: list[int] = []  # the last item that reads a storage
         self.begins: list[list[int]] = [[] for _ in made.items]  # storages that an item makes
         self.workspace: list[int] = []
+        self.metas: list[tuple[Metas, Metas]] = []
         self._come_in()
         for position, item in enumerate(made.items):
             self._pass(position, item)
@@ -137,27 +138,29 @@ class Walk:
         names = {node: name for name, node in self.plan.graph.placeholders.items()}
         roles = self.plan.graph.input_of
         for value in self.made.inputs:
-            category = _OF_ROLE.get(roles[names[value.node]].role, _OTHER)
-            self._store(value, category)
+            meta = self.shapes.of(value)
+            assert meta is not None, f"{value.name} is absent"
+            self._store(value, meta, _OF_ROLE.get(roles[names[value.node]].role, _OTHER))
 
     def _pass(self, position: int, item: Op | Box) -> None:
         reads = item.inputs if isinstance(item, Op) else (item.source,)
+        writes = item.outputs if isinstance(item, Op) else (item.target,)
+        metas = [self.shapes.of(value) for value in reads], [self.shapes.of(value) for value in writes]
+        self.metas.append(metas)
+        self.workspace.append(self._workspace(item, *metas))
         shared = dict(self._shared(item))
-        for number, value in enumerate(item.outputs if isinstance(item, Op) else (item.target,)):
+        for number, (value, meta) in enumerate(zip(writes, metas[1], strict=True)):
             if value in shared:
                 self.storage_of[value] = self.storage_of[shared[value]]
-            elif self.shapes.of(value) is not None:
-                self.begins[position].append(self._store(value, self._category(item, value, number)))
+            elif meta is not None:
+                self.begins[position].append(self._store(value, meta, self._category(item, value, number)))
                 self.last[-1] = position
         for value in reads:
             self.last[self.storage_of[value]] = position
-        self.workspace.append(self._workspace(item))
         if isinstance(item, Box) and item.target not in shared:
             self.moved.add(item.target)
 
-    def _store(self, value: LaidOut, category: int) -> int:
-        meta = self.shapes.of(value)
-        assert meta is not None, f"{value.name} is absent"
+    def _store(self, value: LaidOut, meta: TensorMeta, category: int) -> int:
         size = meta.num_bytes
         self.sizes.append(size if self.on_cpu else -(-size // _ACCELERATOR_BLOCK) * _ACCELERATOR_BLOCK)
         self.categories.append(category)
@@ -169,8 +172,11 @@ class Walk:
         """(output, input whose memory it is) of an item."""
         if isinstance(item, Op) and item.node in self.in_place:
             yield from zip(item.outputs, item.inputs, strict=False)
-        elif not isinstance(item, Box) or (item.is_local and not self._is_copied(item)):
-            yield from shares_memory(item)
+        elif isinstance(item, Op):
+            if self.shapes.facts[item.node].is_view and item.inputs:
+                yield from ((value, item.inputs[0]) for value in item.outputs)
+        elif item.is_local and not self._is_copied(item):
+            yield item.target, item.source
 
     def _is_copied(self, box: Box) -> bool:
         """Whether a local move makes a tensor of its own, as `boxing.collectives.run_local` does."""
@@ -198,12 +204,10 @@ class Walk:
             return _PARAMETERS if number == 0 else _STATE
         return _ACTIVATIONS
 
-    def _workspace(self, item: Op | Box) -> int:
+    def _workspace(self, item: Op | Box, inputs: Metas, outputs: Metas) -> int:
         if isinstance(item, Op):
-            inputs = [self.shapes.of(value) for value in item.inputs]
-            outputs = [self.shapes.of(value) for value in item.outputs]
-            return op_workspace(item, inputs, outputs, self.on_cpu)
-        source, target = self.shapes.of(item.source), self.shapes.of(item.target)
+            return op_workspace(item, self.shapes.facts[item.node].kind, inputs, outputs, self.on_cpu)
+        (source,), (target,) = inputs, outputs
         assert source is not None and target is not None
         plain = self._is_plain(item.source)
         return move_workspace(item.move, source, target, self.shapes.coordinate, plain, self.on_cpu)

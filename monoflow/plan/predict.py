@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from ..boxing.route import move_bytes
+from ..graph.step_graph import StepGraph
 from ..sbp.signature import TensorMeta
 from .cost import Machine, op_seconds
+from .facts import Facts, facts_of
 from .memory import CATEGORIES, LocalShapes, Timeline, Walk
 from .op_class import ARITHMETIC, class_of
 from .plan import Plan
@@ -82,11 +84,18 @@ class Prediction:
 
 
 class Prices:
-    """Seconds of calls on one machine, remembered: candidates of a search share most of them."""
+    """Seconds of calls on one machine and facts of graphs, remembered: candidates of a search share them."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
+        self._facts: tuple[StepGraph, Facts] | None = None
         self._known: dict[tuple, float] = {}
+
+    def facts(self, graph: StepGraph) -> Facts:
+        """Facts of a graph; those of the last one are kept."""
+        if self._facts is None or self._facts[0] is not graph:
+            self._facts = graph, facts_of(graph)
+        return self._facts[1]
 
     def op(
         self,
@@ -119,9 +128,10 @@ def predict(
         coordinate: the rank that is predicted; one with the largest shards if left out.
         prices: what is already known of the same machine.
     """
-    made = made or schedule(plan)
     prices = prices or Prices(machine)
-    shapes = LocalShapes(plan, coordinate)
+    facts = prices.facts(plan.graph)
+    made = made or schedule(plan, facts=facts)
+    shapes = LocalShapes(plan, facts, coordinate)
     walk = Walk(plan, made, shapes)
     memory = walk.swept()
     links = machine.on(plan.placement.num_axes).links
@@ -130,10 +140,12 @@ def predict(
     sent = dict.fromkeys(axes, 0)
     collectives: Counter[str] = Counter()
     for position, item in enumerate(made.items):
+        inputs, outputs = walk.metas[position]
         if isinstance(item, Op):
-            kind, seconds = COMPUTE, _op_seconds(item, shapes, prices)
+            kind, seconds = COMPUTE, prices.op(item.node.target, inputs, outputs, item.node.args)  # pyright: ignore
         elif item.is_local:
-            kind, seconds = LOCAL_MOVE, _copy_seconds(item, shapes, prices) if walk.begins[position] else 0.0
+            is_copied = bool(walk.begins[position])
+            kind, seconds = LOCAL_MOVE, prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0
         else:
             axis, num_bytes = item.move.axis, _sent_bytes(item, shapes)
             kind, seconds = axes[axis], links[axis].seconds(item.move.kind, num_bytes)
@@ -156,17 +168,6 @@ def predict(
         collectives=dict(collectives),
         memory=memory,
     )
-
-
-def _op_seconds(item: Op, shapes: LocalShapes, prices: Prices) -> float:
-    inputs = [shapes.of(value) for value in item.inputs]
-    outputs = [shapes.of(value) for value in item.outputs]
-    return prices.op(item.node.target, inputs, outputs, item.node.args)  # pyright: ignore[reportArgumentType]
-
-
-def _copy_seconds(box: Box, shapes: LocalShapes, prices: Prices) -> float:
-    target = shapes.of(box.target)
-    return prices.op(_COPY, [target], [target], ())
 
 
 def _sent_bytes(box: Box, shapes: LocalShapes) -> int:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
 from ..boxing.route import LOCAL_KINDS, Move, Route, route
-from ..graph.step_graph import Output, Phase, Role, info_of, is_getitem, metas_of, source_of, tensor_args
+from ..graph.step_graph import Output, Phase, Role, is_getitem, source_of
 from ..sbp.layout import NdSbp
 from ..sbp.signature import TensorMeta
+from .facts import Facts, facts_of
 from .plan import Plan
 
 
-@dataclass(frozen=True)
-class LaidOut:
+class LaidOut(NamedTuple):
     """A tensor of the graph (node and output index) in one layout; `phase` tells repeated gathers apart."""
 
     node: fx.Node
@@ -61,13 +62,14 @@ class Schedule:
     outputs: tuple[tuple[Output, LaidOut], ...]
 
 
-def schedule(plan: Plan, observe: bool = False) -> Schedule:
+def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> Schedule:
     """Orders a plan; moves come right before what first needs them.
 
     Args:
         observe: also compute the observed outputs (gradients as the optimizer sees them).
+        facts: of the plan's graph, if they are known.
     """
-    maker = _Maker(plan)
+    maker = _Maker(plan, facts or facts_of(plan.graph))
     wanted = [one for one in plan.graph.outputs if observe or not one.observed]
     results = {one.name: node for one, node in zip(plan.graph.outputs, plan.graph.results, strict=True)}
     needed = _needed([results[one.name] for one in wanted])
@@ -89,8 +91,12 @@ def schedule(plan: Plan, observe: bool = False) -> Schedule:
 
 
 class _Maker:
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, facts: Facts) -> None:
+        self.plan, self.facts = plan, facts
+        self.wanted: dict[fx.Node, tuple[NdSbp, ...]] = {}
+        self.layouts: dict[fx.Node, tuple[NdSbp, ...]] = {
+            node: (plan.inputs[name],) for name, node in plan.graph.placeholders.items()
+        }
         self.items: list[Op | Box] = []
         self.made: set[LaidOut] = set()
         self.copies: dict[tuple[fx.Node, int, str], list[LaidOut]] = {}
@@ -102,9 +108,12 @@ class _Maker:
 
     def expect(self, node: fx.Node) -> None:
         """Notes the layouts in which a node will ask for what it reads."""
-        for source, wanted in zip(tensor_args(node), self.plan.wanted(node), strict=True):
-            value, index = source_of(source)
-            key = (value, index, self._key(value, info_of(node).phase))
+        axes, facts = self.plan.signatures[node.name], self.facts[node]
+        # One layout per tensor from one signature per axis.
+        self.layouts[node] = tuple(zip(*(axis.outputs for axis in axes), strict=True))
+        self.wanted[node] = tuple(zip(*(axis.inputs for axis in axes), strict=True))
+        for (value, index), wanted in zip(facts.sources, self.wanted[node], strict=True):
+            key = (value, index, self._key(value, facts.phase))
             self.expected.setdefault(key, {})[wanted] = None
 
     def _key(self, node: fx.Node, phase: Phase) -> str:
@@ -112,18 +121,19 @@ class _Maker:
         return str(phase) if node in self.params else ""
 
     def add(self, node: fx.Node) -> None:
-        phase = info_of(node).phase
+        facts = self.facts[node]
+        phase = facts.phase
         inputs = tuple(
-            self.moved(source_of(source), wanted, phase)
-            for source, wanted in zip(tensor_args(node), self.plan.wanted(node), strict=True)
+            self.moved(source, wanted, phase)
+            for source, wanted in zip(facts.sources, self.wanted[node], strict=True)
         )
-        outputs = tuple(LaidOut(node, i, layout) for i, layout in enumerate(self.plan.layouts(node)))
+        outputs = tuple(LaidOut(node, i, layout) for i, layout in enumerate(self.layouts[node]))
         self.items.append(Op(node, inputs, outputs, phase))
 
     def moved(self, value: tuple[fx.Node, int], wanted: NdSbp, phase: Phase) -> LaidOut:
         """The value in the layout that is wanted, moved there if it is not yet."""
         node, index = value
-        given = self.plan.layouts(node)[index]
+        given = self.layouts[node][index]
         if given == wanted:
             return LaidOut(node, index, given)
         key = self._key(node, phase)
@@ -144,7 +154,7 @@ class _Maker:
 
     def _route(self, value: tuple[fx.Node, int], source: NdSbp, target: NdSbp) -> Route:
         node, index = value
-        meta = metas_of(node)[index]
+        meta = self.facts[node].metas[index]
         assert meta is not None
         known = (source, target, meta)
         if known not in self.routes:
@@ -156,7 +166,7 @@ class _Maker:
         """The moves to a layout from the nearest one that is there."""
         node, index = value
         there = [
-            LaidOut(node, index, self.plan.layouts(node)[index]),
+            LaidOut(node, index, self.layouts[node][index]),
             *self.copies.get((node, index, key), ()),
         ]
         routes = [(self._route(value, one.layout, wanted), one) for one in there]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ..boxing.route import Move
 from ..sbp.layout import Partial, Split, local_dim
 from ..sbp.signature import TensorMeta
-from .op_class import OpClass, class_of
+from .op_class import OpClass
 from .schedule import LaidOut, Op
 
 Metas = Sequence[TensorMeta | None]
@@ -28,15 +28,14 @@ _RANDOM_CHUNK, _RANDOM_COPIES = 1 << 16, 3
 _CHANNELS = 16
 
 
-def op_workspace(item: Op, inputs: Metas, outputs: Metas, on_cpu: bool) -> int:
+def op_workspace(item: Op, kind: OpClass, inputs: Metas, outputs: Metas, on_cpu: bool) -> int:
     """Bytes that one call allocates beside its results.
 
     Args:
         inputs, outputs: the rank's shapes and dtypes, in flattened order; None for an absent output.
     """
-    kind = class_of(item.node.target)  # pyright: ignore[reportArgumentType]
     if kind in (OpClass.GATHER, OpClass.SCATTER):
-        return _look_up(item, inputs, outputs)
+        return _look_up(item, kind, inputs, outputs)
     if not on_cpu:
         return 0
     if kind is OpClass.CONVOLUTION:
@@ -53,13 +52,13 @@ def op_workspace(item: Op, inputs: Metas, outputs: Metas, on_cpu: bool) -> int:
     return 0
 
 
-def _look_up(item: Op, inputs: Metas, outputs: Metas) -> int:
+def _look_up(item: Op, kind: OpClass, inputs: Metas, outputs: Metas) -> int:
     """Indices are checked and shifted; of a table in parts, rows that others hold are zeroed in a copy."""
     picked = max(
         (one.numel for one in inputs if one is not None and not one.dtype.is_floating_point), default=0
     )
     is_masked = any(isinstance(one, Partial) for value in item.outputs for one in value.layout)
-    if not is_masked or class_of(item.node.target) is OpClass.SCATTER:  # pyright: ignore[reportArgumentType]
+    if not is_masked or kind is OpClass.SCATTER:
         return 8 * picked
     return 17 * picked + sum(meta.num_bytes for meta in outputs if meta is not None)
 
