@@ -16,14 +16,19 @@ class Curve:
 
     Attributes:
         points: (amount, seconds), amounts positive and ascending.
+
+    Raises:
+        ValueError: the points are not so.
     """
 
     points: tuple[tuple[float, float], ...]
 
     def __post_init__(self) -> None:
         amounts = [amount for amount, _ in self.points]
-        assert amounts and amounts == sorted(set(amounts)) and amounts[0] > 0, f"amounts {amounts}"
-        assert all(0 < seconds < math.inf for _, seconds in self.points), f"seconds in {self.points}"
+        if not amounts or amounts != sorted(set(amounts)) or amounts[0] <= 0:
+            raise ValueError(f"a curve's amounts must be positive and ascending, got {amounts}")
+        if not all(0 < seconds < math.inf for _, seconds in self.points):
+            raise ValueError(f"a curve's seconds must be positive, got {self.points}")
 
     def seconds(self, amount: float) -> float:
         """The time of an amount."""

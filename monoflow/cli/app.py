@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from ..errors import FlowError
+from . import calibrate as calibrator
 from . import doctor as doctor_report
 from . import run as launcher
 
@@ -77,6 +78,17 @@ def run(
         ]
     )
     raise typer.Exit(launcher.run(launcher.Job(num_ranks, script, tuple(args or ()), options)))
+
+
+@app.command()
+def calibrate(
+    num_ranks: Annotated[
+        list[int] | None,
+        typer.Option("-n", "--nproc-per-node", help="Ranks that share this host; may be repeated."),
+    ] = None,
+) -> None:
+    """Measure what ops and collectives take on this machine, for the planner; in under a minute each."""
+    raise typer.Exit(calibrator.calibrate(tuple(num_ranks or ()), Console(highlight=False)))
 
 
 @app.command()

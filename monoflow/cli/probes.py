@@ -18,7 +18,7 @@ aten = torch.ops.aten
 Tensor = torch.Tensor
 Make = Callable[[int, torch.dtype, torch.device], tuple[Any, ...]]
 
-ROW = 64  # elements of a row in look-ups
+ROW = 256  # elements of a row in look-ups
 _KB = 1 << 10
 
 
@@ -96,7 +96,11 @@ def _rows(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _filled(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    return torch.rand(shape, device=device).to(dtype)
+    return torch.full(shape, 0.5, dtype=dtype, device=device)
+
+
+def _mask(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    return (_filled(torch.bool, device, n),)
 
 
 def _images(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -139,13 +143,13 @@ def _update(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]
 
 _ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-8}
 _ADAMW |= {"amsgrad": False, "maximize": False}
-_ELEMENTS = (64, 4 * _KB, 64 * _KB, _KB * _KB, 4 * _KB * _KB)
-_FEW_ELEMENTS = (64, 16 * _KB, _KB * _KB)
+_ELEMENTS = (64, 4 * _KB, 32 * _KB, 256 * _KB, _KB * _KB, 4 * _KB * _KB)
+_FEW_ELEMENTS = (64, 4 * _KB, 64 * _KB, _KB * _KB)
 _MANY_ELEMENTS = (64 * _KB * _KB,)
 
 PROBES: tuple[Probe, ...] = (
     Probe(aten.view.default, lambda n, t, d: (_filled(t, d, n), [n]), (64,)),
-    Probe(aten.mm.default, _square, (16, 64, 128, 256, 512, 1024), (2048, 4096, 8192)),
+    Probe(aten.mm.default, _square, (16, 64, 128, 256, 512), (2048, 4096, 8192)),
     Probe(aten.mm.default, _square, (64, 512), (2048, 4096, 8192), (torch.bfloat16,)),
     Probe(aten.mm.default, _square, (64, 512), (2048,), (torch.float64,)),
     Probe(aten.convolution.default, lambda *s: (*_images(*s), None, *_CONVOLUTION), (8, 16, 32, 64), (256,)),
@@ -153,6 +157,7 @@ PROBES: tuple[Probe, ...] = (
     Probe(torch.ops.monoflow.attention.default, _heads, (16, 64, 256), (1024, 4096)),
     Probe(torch.ops.monoflow.attention_backward.default, _heads_backward, (16, 64, 256), (1024, 4096)),
     Probe(aten.add.Tensor, _pair, (*_ELEMENTS, 8 * _KB * _KB), _MANY_ELEMENTS),
+    Probe(aten._to_copy.default, _mask, _ELEMENTS, _MANY_ELEMENTS, keywords={"dtype": torch.float32}),
     Probe(aten.gelu.default, lambda *s: (_rows(*s),), _ELEMENTS, _MANY_ELEMENTS),
     Probe(aten.sum.dim_IntList, lambda *s: (_rows(*s), [0]), _ELEMENTS, _MANY_ELEMENTS),
     Probe(aten._log_softmax.default, lambda *s: (_rows(*s), 1, False), _FEW_ELEMENTS, _MANY_ELEMENTS),
@@ -168,8 +173,8 @@ PROBES: tuple[Probe, ...] = (
         _FEW_ELEMENTS,
         _MANY_ELEMENTS,
     ),
-    Probe(aten.embedding.default, _look_up, (16, 512, 16 * _KB), (512 * _KB,)),
-    Probe(aten.embedding_dense_backward.default, _look_up_backward, (16, 512, 16 * _KB), (512 * _KB,)),
+    Probe(aten.embedding.default, _look_up, (16, 256, 4 * _KB), (256 * _KB,)),
+    Probe(aten.embedding_dense_backward.default, _look_up_backward, (16, 256, 4 * _KB), (256 * _KB,)),
     Probe(
         torch.ops.monoflow.uniform.default,
         lambda n, t, d: (torch.ones((), dtype=torch.int64, device=d), 1, [n]),
@@ -178,5 +183,5 @@ PROBES: tuple[Probe, ...] = (
         keywords={"dtype": torch.float32},
     ),
     Probe(aten._fused_adamw_.default, _update, _ELEMENTS, _MANY_ELEMENTS, keywords=_ADAMW),
-    Probe(aten.sort.default, lambda *s: (_rows(*s),), _FEW_ELEMENTS, _MANY_ELEMENTS),
+    Probe(aten.sort.default, lambda n, t, d: (torch.rand(n, device=d),), _FEW_ELEMENTS, _MANY_ELEMENTS),
 )

@@ -84,32 +84,34 @@ class Calibration:
         partial.replace(path)
 
     @staticmethod
+    def read(path: Path) -> Calibration:
+        """Reads a calibration. Raises ValueError, KeyError or TypeError of a file that is damaged."""
+        data = json.loads(path.read_text())
+        if data["format"] != _FORMAT:
+            raise ValueError(f"format {data['format']!r}, not {_FORMAT!r}")
+        return Calibration(
+            Setting(**data["setting"]),
+            Device(**data["device"] | {"curves": _decode_curves(data["device"]["curves"])}),
+            {int(n): _decode_link(link) for n, link in data["links"].items()},
+        )
+
+    @staticmethod
     def load(path: Path, setting: Setting) -> Calibration:
-        """Reads a calibration for a setting.
+        """Reads the calibration of a setting.
 
         Raises:
             PlanError: the file is damaged, or was made on another device or torch.
         """
         try:
-            data = json.loads(path.read_text())
-            if data["format"] != _FORMAT:
-                raise ValueError(f"format {data['format']!r}, not {_FORMAT!r}")
-            found = Calibration(
-                Setting(**data["setting"]),
-                Device(**data["device"] | {"curves": _decode_curves(data["device"]["curves"])}),
-                {int(n): _decode_link(link) for n, link in data["links"].items()},
-            )
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            found = Calibration.read(path)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 f"the calibration in {path} is damaged ({type(error).__name__}: {error}); "
                 f"run `{setting.command}`"
             ) from None
-        if found.setting != setting:
-            differs = ", ".join(
-                f"{key} {was!r}, here {asdict(setting)[key]!r}"
-                for key, was in asdict(found.setting).items()
-                if was != asdict(setting)[key]
-            )
+        was, now = asdict(found.setting), asdict(setting)
+        differs = ", ".join(f"{key} {was[key]!r}, here {now[key]!r}" for key in now if was[key] != now[key])
+        if differs:
             raise PlanError(f"the calibration in {path} is stale ({differs}); run `{setting.command}`")
         return found
 

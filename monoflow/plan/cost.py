@@ -6,6 +6,7 @@ caches and each class' efficiency are in it. One that was not brings rates of a 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -74,7 +75,7 @@ def op_seconds(
     device: Device,
     args: Sequence[Any] = (),
 ) -> float:
-    """Seconds of one call on one device. Views cost nothing.
+    """Seconds of one call on one device. Views cost nothing, or where it was measured, the call.
 
     Args:
         inputs, outputs: local shapes and dtypes of the tensor arguments in flattened order, and of the
@@ -82,8 +83,9 @@ def op_seconds(
         args: the call's own arguments; only plain values are looked at, which make convolutions exact.
     """
     kind = class_of(op)
-    if kind is OpClass.FREE:
-        return 0.0
+    if kind is OpClass.FREE:  # no work, but as many calls as all else together
+        curve = device.curves.get(kind)
+        return curve.seconds(1.0) if curve is not None and op is not operator.getitem else 0.0
     amount = amount_of(op, kind, inputs, outputs, args)
     if kind in ARITHMETIC:
         first = next(meta for meta in inputs if meta is not None)

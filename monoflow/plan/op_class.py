@@ -7,7 +7,7 @@ moved for what streams through memory, elements where each takes a fixed effort 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ class OpClass(StrEnum):
     ATTENTION = "attention"  # FLOPs
     ATTENTION_BACKWARD = "attention_backward"  # FLOPs
     STREAM = "stream"  # bytes: pointwise arithmetic and copies
+    CONVERT = "convert"  # elements: another dtype, comparisons, choices by a mask
     TRANSCENDENTAL = "transcendental"  # elements
     REDUCTION = "reduction"  # bytes
     SOFTMAX = "softmax"  # elements
@@ -63,6 +64,9 @@ _NAMES: dict[OpClass, str] = {
         _scaled_dot_product_flash_attention_backward
         _scaled_dot_product_efficient_attention_backward
         _scaled_dot_product_cudnn_attention_backward""",
+    OpClass.CONVERT: """_to_copy eq ne lt le gt ge where bitwise_and bitwise_or
+        bitwise_xor bitwise_not logical_and logical_or logical_not logical_xor isnan
+        isinf masked_fill threshold_backward""",
     OpClass.TRANSCENDENTAL: """tanh exp expm1 log log1p log2 log10 sin cos tan erf erfc erfinv pow gelu
         gelu_backward silu silu_backward sigmoid sigmoid_backward tanh_backward
         softplus softplus_backward mish mish_backward elu elu_backward
@@ -114,7 +118,7 @@ def amount_of(op: Callable, kind: OpClass, inputs: Metas, outputs: Metas, args: 
         return num_flops(kind, inputs, outputs, args)
     if kind is OpClass.FREE:
         return 0.0
-    if kind in (OpClass.TRANSCENDENTAL, OpClass.SOFTMAX, OpClass.RANDOM):
+    if kind in (OpClass.CONVERT, OpClass.TRANSCENDENTAL, OpClass.SOFTMAX, OpClass.RANDOM):
         return float(sum(meta.numel for meta in _present(outputs)))
     if kind in (OpClass.POOL, OpClass.SORT):
         return float(max((meta.numel for meta in (*_present(inputs), *_present(outputs))), default=0))
@@ -166,14 +170,13 @@ def _convolution_flops(inputs: Metas, output: TensorMeta | None, transposed: boo
 
 
 def _scatter_bytes(inputs: Metas, outputs: Metas) -> float:
-    """Every element of the result is filled once; what is added is read, and its place read and written."""
-    whole = sum(meta.num_bytes for meta in _present(outputs))
-    added = min((meta.num_bytes for meta in _floating(inputs)), default=0)
-    return float(whole + 3 * added)
-
-
-def _floating(metas: Metas) -> Iterator[TensorMeta]:
-    return (meta for meta in _present(metas) if meta.dtype.is_floating_point)
+    """The result is read and written as a whole; what is added is read, and its place read and written."""
+    result, first, *others = outputs[0], *_present(inputs)
+    assert result is not None, "a scatter has a result"
+    if first.shape != result.shape:
+        return float(result.num_bytes + 3 * first.num_bytes)  # a gradient is added into zeros
+    added = [one.numel for one in others if one.dtype == result.dtype] or [one.numel for one in others]
+    return float(2 * result.num_bytes + 3 * min(added, default=0) * result.dtype.itemsize)
 
 
 def _present(metas: Metas) -> list[TensorMeta]:
