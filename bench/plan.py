@@ -33,12 +33,13 @@ Mesh = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one mesh. `plan` names the plan, "" for capture alone."""
+    """One model on one mesh. `plan` names the plan, "" for capture alone; `cpu` is which clock to read."""
 
     model: str
     layers: int
     mesh: Mesh
     plan: str
+    cpu: bool
 
     @property
     def name(self) -> str:
@@ -47,10 +48,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Wall-clock seconds by stage; seconds of CPU time and peak resident bytes of the whole process."""
+    """Seconds by stage, nodes of the graph, and peak resident bytes of the process."""
 
     seconds: Mapping[str, float]
-    cpu_seconds: float
     nodes: int
     peak_bytes: int
 
@@ -86,17 +86,17 @@ STAGES = {
 
 
 @contextmanager
-def timed_stages() -> Iterator[Mapping[str, float]]:
+def timed_stages(clock: Callable[[], float]) -> Iterator[Mapping[str, float]]:
     """Within: the seconds of every stage add up in the mapping that is given."""
     seconds: dict[str, float] = defaultdict(float)
 
     def timed(name: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
+            start = clock()
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds[name] += time.perf_counter() - start
+                seconds[name] += clock() - start
 
         return call
 
@@ -133,36 +133,38 @@ def measure(case: Case) -> Measured:
     model = MODELS[case.model](case.layers)
     step, optimizer = step_of(model)
     ids = torch.zeros(BATCH, dtype=torch.int64)
-    with timed_stages() as seconds:
-        start, cpu = time.perf_counter(), time.process_time()
+    clock = time.process_time if case.cpu else time.perf_counter
+    with timed_stages(clock) as seconds:
+        start = clock()
         captured = compiler.trace(
             step, compiler.subject_of([model, optimizer]), ({"input_ids": ids, "labels": ids},), {}
         )
-        captured_at = time.perf_counter()
+        captured_at = clock()
         if case.plan:
             ranks = torch.arange(torch.Size(case.mesh).numel()).reshape(case.mesh).tolist()
             compiler.plan(captured, placement("cpu", ranks), case.plan, {})
-        totals = {"capture": captured_at - start, "capture + plan": time.perf_counter() - start}
+        totals = {"capture": captured_at - start, "capture + plan": clock() - start}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     nodes = sum(1 for _ in captured.graph.calls())
-    return Measured({**seconds, **totals}, time.process_time() - cpu, nodes, peak)
+    return Measured({**seconds, **totals}, nodes, peak)
 
 
 def report(cases: Sequence[Case], measured: Sequence[Measured], console: Console) -> None:
     """Prints a row a case, and below them the ratio of each model's deepest case to every other."""
     stages = list(STAGES)
     stages = [*stages[:-1], "passes", "capture", "plan", "capture + plan"]
+    clock = "CPU seconds" if cases[0].cpu else "seconds"
     table = Table(
-        title=f"seconds, batch {BATCH[0]} x {BATCH[1]}, {os.cpu_count()} cores", title_justify="left"
+        title=f"{clock}, batch {BATCH[0]} x {BATCH[1]}, {os.cpu_count()} cores", title_justify="left"
     )
     table.add_column("model, layers")
-    for column in ("mesh", *stages, "CPU", "nodes", "peak GB"):
+    for column in ("mesh", *stages, "nodes", "peak GB"):
         table.add_column(column, justify="right")
     for case, one in zip(cases, measured, strict=True):
         mesh = "x".join(map(str, case.mesh)) if case.plan else ""
         times = (f"{one.seconds[stage]:.2f}" if stage in one.seconds else "" for stage in stages)
         peak = f"{one.peak_bytes / 1e9:.2f}"
-        table.add_row(case.name, mesh, *times, f"{one.cpu_seconds:.2f}", f"{one.nodes:,}", peak)
+        table.add_row(case.name, mesh, *times, f"{one.nodes:,}", peak)
     for case, one in zip(cases, measured, strict=True):
         deepest = max(
             (pair for pair in zip(cases, measured, strict=True) if pair[0].model == case.model),
@@ -170,15 +172,8 @@ def report(cases: Sequence[Case], measured: Sequence[Measured], console: Console
         )
         if deepest[0] is not case:
             ratios = (_ratio(deepest[1].seconds, one.seconds, stage) for stage in stages)
-            cpu = f"{deepest[1].cpu_seconds / one.cpu_seconds:.2f}x"
-            table.add_row(
-                f"{deepest[0].name} / {case.layers}",
-                "",
-                *ratios,
-                cpu,
-                f"{deepest[1].nodes / one.nodes:.2f}x",
-                "",
-            )
+            nodes = f"{deepest[1].nodes / one.nodes:.2f}x"
+            table.add_row(f"{deepest[0].name} / {case.layers}", "", *ratios, nodes, "")
     console.print(table)
 
 
@@ -190,13 +185,15 @@ def main(
     gpt2_layers: Annotated[list[int], typer.Option(help="depths of GPT-2; 0 leaves it out")] = [12],  # noqa: B006
     llama_layers: Annotated[list[int], typer.Option(help="depths of Llama; 0 leaves it out")] = [20, 80],  # noqa: B006
     plan: Annotated[str, typer.Option(help="plan on two axes; '' for capture alone")] = "data x tensor",
+    cpu: Annotated[bool, typer.Option(help="count CPU seconds, for a machine that others use too")] = False,
 ) -> None:
     """Measures capture and planning of GPT-2 on 4 x 2 devices and of a Llama-70B shape on 16 x 8."""
-    cases = [Case("gpt2", layers, (4, 2), plan) for layers in gpt2_layers if layers]
-    cases += [Case("llama-70b", layers, (16, 8), plan) for layers in llama_layers if layers]
+    cases = [Case("gpt2", layers, (4, 2), plan, cpu) for layers in gpt2_layers if layers]
+    cases += [Case("llama-70b", layers, (16, 8), plan, cpu) for layers in llama_layers if layers]
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         measured = list(pool.map(measure, cases))
-    report(cases, measured, Console(width=180))
+    if cases:
+        report(cases, measured, Console(width=180))
 
 
 if __name__ == "__main__":
