@@ -41,6 +41,7 @@ class Phase(StrEnum):
 
     PROLOGUE = "prologue"  # counts that depend on the batch alone, over the whole batch
     FORWARD = "forward"
+    RECOMPUTE = "recompute"  # forward work that is done again for backward
     BACKWARD = "backward"
     UPDATE = "update"
 

@@ -89,6 +89,33 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], largest: int = _LA
     return Solution(_decode(sizes, done), constant, exact)
 
 
+def largest_table(sizes: Sequence[int], factors: Sequence[Factor]) -> float:
+    """The entries of the largest table that exact elimination would make, in the order of `minimize`."""
+    neighbours: list[set[int]] = [set() for _ in sizes]
+    for variables, _ in factors:
+        for one in variables:
+            neighbours[one].update(other for other in variables if other != one)
+    weight = lambda one: float(np.prod([float(sizes[n]) for n in neighbours[one]]))  # noqa: E731
+    queue = [(weight(one), one) for one in range(len(sizes))]
+    heapq.heapify(queue)
+    left = set(range(len(sizes)))
+    largest = 0.0
+    while queue:
+        known, one = heapq.heappop(queue)
+        if one not in left:
+            continue
+        if weight(one) > known:
+            heapq.heappush(queue, (weight(one), one))
+            continue
+        left.discard(one)
+        largest = max(largest, weight(one) * sizes[one])
+        for other in neighbours[one]:
+            neighbours[other] |= neighbours[one] - {other}
+            neighbours[other].discard(one)
+            heapq.heappush(queue, (weight(other), other))
+    return largest
+
+
 def _alive(factors: list[Factor], live: dict[int, Factor]) -> list[Factor]:
     factors[:] = [factor for factor in factors if id(factor) in live]
     return factors

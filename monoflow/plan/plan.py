@@ -4,19 +4,46 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from ..boxing.route import LinkCost
 from ..errors import PlanError
 from ..graph.step_graph import StepGraph, is_getitem, metas_of, op_name, source_of, tensor_args
 from ..mesh import Placement
 from ..sbp.layout import Broadcast, NdSbp, Partial, Sbp, Split, text
+from ..sbp.registry import OpRule
+from ..sbp.rules import RULES
 from ..sbp.signature import Signature
+from .rewrites import Rewrite, rewritten
+
+if TYPE_CHECKING:
+    from .predict import Prediction
+
+
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a plan was found.
+
+    Attributes:
+        bound: no plan for this graph and mesh takes fewer seconds by the same prices, as far as was proven.
+        gap: how far the plan may be above that, relative to its own seconds.
+        tried: other plans that were considered: name -> predicted seconds, and bytes at the peak.
+        limit: bytes that a rank may hold; 0 for no limit.
+    """
+
+    bound: float
+    gap: float
+    tried: Mapping[str, tuple[float, int]]
+    limit: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +58,11 @@ class Plan:
         inputs: how every input is stored, by input name.
         outputs: how every output is handed out, by output name.
         unruled: ops that run replicated for want of a rule: node name -> bytes of their inputs and outputs.
+        links: what moves along every axis cost, where that was known: it decides between routes.
+        captured: the fingerprint of the graph as it was captured, before `rewrites`.
+        rewrites: what was done to the captured graph for this plan, in order.
+        search: what the search for this plan says of it; None for a template's.
+        predicted: what a step will cost.
     """
 
     graph: StepGraph
@@ -40,6 +72,11 @@ class Plan:
     inputs: Mapping[str, NdSbp]
     outputs: Mapping[str, NdSbp]
     unruled: Mapping[str, int]
+    links: tuple[LinkCost, ...] | None = None
+    captured: str = ""
+    rewrites: tuple[Rewrite, ...] = ()
+    search: Search | None = None
+    predicted: Prediction | None = None
 
     def layouts(self, node: fx.Node) -> tuple[NdSbp, ...]:
         """The nd-SBP of every tensor output of a node."""
@@ -78,9 +115,13 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
+        Path(path).write_text(self.dumps())
+
+    def dumps(self) -> str:
+        """The plan as the text of a JSON document."""
         data = {
-            "format": 1,
-            "graph": fingerprint(self.graph),
+            "format": _FORMAT,
+            "graph": self.captured or fingerprint(self.graph),
             "name": self.name,
             "placement": {
                 "device_type": self.placement.device_type,
@@ -95,41 +136,72 @@ class Plan:
             "inputs": {name: _list(one) for name, one in self.inputs.items()},
             "outputs": {name: _list(one) for name, one in self.outputs.items()},
             "unruled": dict(self.unruled),
+            "links": None if self.links is None else [list(one) for one in self.links],
+            "rewrites": [[kind, list(names)] for kind, names in self.rewrites],
+            "search": None if self.search is None else asdict(self.search),
         }
-        Path(path).write_text(json.dumps(data, indent=1))
+        return json.dumps(data, indent=1)
 
     @staticmethod
-    def load(path: str | Path, graph: StepGraph) -> Plan:
-        """Reads a saved plan for the graph that it was made for.
+    def load(path: str | Path, graph: StepGraph, rules: Mapping[Callable, OpRule] = RULES) -> Plan:
+        """Reads a saved plan for the captured graph that it was made for.
 
         Raises:
             PlanError: the file is no plan, or it was made for another graph.
         """
         try:
-            data: dict[str, Any] = json.loads(Path(path).read_text())
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"no plan can be read from {path} ({error.strerror})") from None
+        return Plan.parse(text, graph, str(path), rules)
+
+    @staticmethod
+    def parse(text: str, graph: StepGraph, origin: str, rules: Mapping[Callable, OpRule] = RULES) -> Plan:
+        """The plan in a saved plan's text; `origin` names where it comes from in errors. See `load`."""
+        try:
+            data: dict[str, Any] = json.loads(text)
             made_for = data["graph"]
         except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"{path} is not a saved plan ({error})") from None
+            raise PlanError(f"{origin} is not a saved plan ({error})") from None
+        if data.get("format") != _FORMAT:
+            raise PlanError(
+                f"{origin} has format {data.get('format')!r}, this version reads {_FORMAT}; plan again"
+            )
         if made_for != fingerprint(graph):
             raise PlanError(
-                f"the plan in {path} was made for graph {made_for}, this step is {fingerprint(graph)}; "
+                f"the plan in {origin} was made for graph {made_for}, this step is {fingerprint(graph)}; "
                 "model, batch shapes or optimizer differ. Plan again for this step"
             )
-        where = data["placement"]
-        return Plan(
-            graph,
-            Placement(
-                where["device_type"], tuple(where["ranks"]), tuple(where["shape"]), tuple(where["axes"])
-            ),
-            data["name"],
-            {
-                name: tuple(Signature(_tuple(one[0]), _tuple(one[1])) for one in axes)
-                for name, axes in data["signatures"].items()
-            },
-            {name: _tuple(one) for name, one in data["inputs"].items()},
-            {name: _tuple(one) for name, one in data["outputs"].items()},
-            data["unruled"],
-        )
+        try:
+            return _built(data, graph, rules)
+        except (KeyError, TypeError, ValueError, AssertionError) as error:
+            raise PlanError(f"{origin} is damaged: {type(error).__name__} {error}") from error
+
+
+def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, OpRule]) -> Plan:
+    where = data["placement"]
+    rewrites = tuple((kind, tuple(names)) for kind, names in data["rewrites"])
+    search = data["search"]
+    return Plan(
+        rewritten(graph, rewrites, rules),
+        Placement(where["device_type"], tuple(where["ranks"]), tuple(where["shape"]), tuple(where["axes"])),
+        data["name"],
+        {
+            name: tuple(Signature(_tuple(one[0]), _tuple(one[1])) for one in axes)
+            for name, axes in data["signatures"].items()
+        },
+        {name: _tuple(one) for name, one in data["inputs"].items()},
+        {name: _tuple(one) for name, one in data["outputs"].items()},
+        data["unruled"],
+        None if data["links"] is None else tuple(LinkCost(*one) for one in data["links"]),
+        data["graph"],
+        rewrites,
+        None
+        if search is None
+        else Search(
+            search["bound"], search["gap"], {k: tuple(v) for k, v in search["tried"].items()}, search["limit"]
+        ),
+    )
 
 
 def fingerprint(graph: StepGraph) -> str:

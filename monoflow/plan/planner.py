@@ -8,10 +8,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ..graph.passes.prepare import prepare_per_phase
-from ..graph.rewrite import copied, finished, insert_traced
 from ..graph.step_graph import StepGraph, metas_of, tensor_args
-from ..graph.verify import verify
 from ..log import stage_logger
 from ..mesh import Placement
 from ..sbp.layout import Sbp, Split
@@ -19,7 +16,8 @@ from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
 from .axis import AxisPlan, AxisProblem
 from .cost import DeviceCost
-from .plan import Plan
+from .plan import Plan, fingerprint
+from .rewrites import PREPARE, Rewrite, expansion, rewritten
 from .template import Pins, Template, apply_pins, parse, zero
 from .verify import verify_plan
 
@@ -48,20 +46,23 @@ def plan_step(
         PlanError, LayoutError: the template is unknown or a pin does not fit.
     """
     device = device or DeviceCost()
-    if any(template is zero for template in parse(name, placement)):
-        graph = verify(prepare_per_phase(graph), "prepare-per-phase")
+    rewrites: list[Rewrite] = [PREPARE] if any(one is zero for one in parse(name, placement)) else []
+    captured, graph = graph, rewritten(graph, rewrites, rules)
     axes = _plan_axes(graph, placement, name, rules, pins or {}, device)
     improved = True
     while improved:
         improved = False
         for names in _alternatives(graph, axes, rules):
-            expanded = _expand(graph, names, rules)
+            rewrite: Rewrite = ("expand", tuple(sorted(names)))
+            expanded = rewritten(graph, [rewrite], rules)
             other = _plan_axes(expanded, placement, name, rules, pins or {}, device)
             if sum(one.cost for one in other) < sum(one.cost for one in axes):
                 log.info("simpler forms of %s pay", ", ".join(sorted(names)))
                 graph, axes, improved = expanded, other, True
+                rewrites.append(rewrite)
                 break
-    return verify_plan(_joined(graph, placement, name, axes))
+    made = _joined(graph, placement, name, axes)
+    return verify_plan(replace(made, captured=fingerprint(captured), rewrites=tuple(rewrites)))
 
 
 def _plan_axes(
@@ -123,27 +124,13 @@ def _alternatives(
     First those that run whole because a split had to be given up. Then, where weights are split, the
     classifier's log-softmax: in simpler form the layer before it may stay split by the vocabulary.
     """
-    whole = {node.name for axis in axes for node in _whole_after_gather(axis) if _expansion(node, rules)}
+    whole = {node.name for axis in axes for node in _whole_after_gather(axis) if expansion(node, rules)}
     if whole:
         yield whole
     if any(axis.chose_storage for axis in axes):
         loss = {node.name for node in graph.calls() if node.target in _LOG_SOFTMAX}
         if loss and loss != whole:
             yield loss
-
-
-def _expand(graph: StepGraph, names: set[str], rules: Mapping[Callable, OpRule]) -> StepGraph:
-    """The graph with some nodes in their simpler form."""
-    edited = copied(graph)
-    for node in list(edited.nodes):
-        if node.name in names:
-            function = _expansion(node, rules)
-            assert function is not None, node
-            results = insert_traced(
-                edited, node, _bound(function, node), (list(node.args), dict(node.kwargs))
-            )
-            _replace(edited, node, results)
-    return finished(graph, edited)
 
 
 def _whole_after_gather(axis: AxisPlan) -> set[fx.Node]:
@@ -158,30 +145,6 @@ def _whole_after_gather(axis: AxisPlan) -> set[fx.Node]:
             found.add(node)
             stack.extend(node.users)
     return found
-
-
-def _expansion(node: fx.Node, rules: Mapping[Callable, OpRule]) -> Callable | None:
-    rule = rules.get(node.target)  # type: ignore[arg-type]
-    return rule.expand if rule is not None else None
-
-
-def _bound(function: Callable, node: fx.Node) -> Callable:
-    def call(args: list, kwargs: dict) -> object:
-        return function(*args, **kwargs)
-
-    call.__name__ = node.name
-    return call
-
-
-def _replace(graph: fx.Graph, node: fx.Node, results: object) -> None:
-    if isinstance(results, fx.Node):
-        node.replace_all_uses_with(results)
-    else:
-        assert isinstance(results, (list, tuple))
-        for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])  # pyright: ignore
-            graph.erase_node(user)
-    graph.erase_node(node)
 
 
 def _joined(graph: StepGraph, placement: Placement, name: str, axes: Sequence[AxisPlan]) -> Plan:

@@ -117,7 +117,12 @@ class _Maker:
             self.expected.setdefault(key, {})[wanted] = None
 
     def _key(self, node: fx.Node, phase: Phase) -> str:
-        """A gathered parameter is not kept from forward to backward: it is gathered again."""
+        """A gathered parameter is not kept from forward to backward: it is gathered again.
+
+        What is computed again for backward shares its parameters, but no other copy that forward made.
+        """
+        if phase is Phase.RECOMPUTE:
+            return str(Phase.BACKWARD if node in self.params else phase)
         return str(phase) if node in self.params else ""
 
     def add(self, node: fx.Node) -> None:
@@ -158,8 +163,8 @@ class _Maker:
         assert meta is not None
         known = (source, target, meta)
         if known not in self.routes:
-            mesh = self.plan.placement.shape
-            self.routes[known] = route(source, target, meta.shape, meta.dtype, mesh)
+            mesh, links = self.plan.placement.shape, self.plan.links
+            self.routes[known] = route(source, target, meta.shape, meta.dtype, mesh, links)
         return self.routes[known]
 
     def _move(self, value: tuple[fx.Node, int], wanted: NdSbp, key: str, phase: Phase) -> LaidOut:

@@ -1,0 +1,77 @@
+"""What a plan may do to the captured graph before it lays it out. A saved plan does the same again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from torch import fx
+
+from ..errors import PlanError
+from ..graph.passes.prepare import prepare_per_phase
+from ..graph.passes.recompute import recompute
+from ..graph.rewrite import copied, finished, insert_traced
+from ..graph.step_graph import StepGraph
+from ..graph.verify import verify
+from ..sbp.registry import OpRule
+
+#: What is done, and to which nodes.
+Rewrite = tuple[str, tuple[str, ...]]
+
+PREPARE = ("prepare-per-phase", ())
+
+
+def rewritten(graph: StepGraph, rewrites: Iterable[Rewrite], rules: Mapping[Callable, OpRule]) -> StepGraph:
+    """The graph after some rewrites, each checked.
+
+    Raises:
+        PlanError: a rewrite that this version does not know.
+    """
+    for kind, names in rewrites:
+        if kind == PREPARE[0]:
+            graph = prepare_per_phase(graph)
+        elif kind == "expand":
+            graph = expand(graph, names, rules)
+        elif kind == "recompute":
+            graph = recompute(graph, frozenset(names))
+        else:
+            raise PlanError(f"the plan rewrites its graph by {kind!r}, which this version does not know")
+        graph = verify(graph, kind)
+    return graph
+
+
+def expansion(node: fx.Node, rules: Mapping[Callable, OpRule]) -> Callable | None:
+    """A function that computes what a node does from simpler ops, if its rule has one."""
+    rule = rules.get(node.target)  # type: ignore[arg-type]
+    return rule.expand if rule is not None else None
+
+
+def expand(graph: StepGraph, names: Sequence[str], rules: Mapping[Callable, OpRule]) -> StepGraph:
+    """The graph with some nodes in their simpler form."""
+    edited = copied(graph)
+    chosen = set(names)
+    for node in list(edited.nodes):
+        if node.name in chosen:
+            function = expansion(node, rules)
+            assert function is not None, node
+            given = (list(node.args), dict(node.kwargs))
+            _replace(edited, node, insert_traced(edited, node, _bound(function, node), given))
+    return finished(graph, edited)
+
+
+def _bound(function: Callable, node: fx.Node) -> Callable:
+    def call(args: list, kwargs: dict) -> object:
+        return function(*args, **kwargs)
+
+    call.__name__ = node.name
+    return call
+
+
+def _replace(graph: fx.Graph, node: fx.Node, results: object) -> None:
+    if isinstance(results, fx.Node):
+        node.replace_all_uses_with(results)
+    else:
+        assert isinstance(results, (list, tuple))
+        for user in list(node.users):
+            user.replace_all_uses_with(results[user.args[1]])  # pyright: ignore
+            graph.erase_node(user)
+    graph.erase_node(node)
