@@ -114,7 +114,7 @@ def _ops(curves: Mapping[str, Curve]) -> Table:
     for key, curve in sorted(curves.items()):
         amount, seconds = curve.points[-1]
         unit = "FLOP/s" if key.partition("/")[0] in ARITHMETIC else "/s"
-        rate = f"{amount / seconds / 1e9:,.2f} G{unit}" if len(curve.points) > 1 else ""
+        rate = f"{amount / seconds / 1e9:,.2f} G{unit}" * (amount > 1)
         table.add_row(key, _time(curve.points[0][1]), _time(seconds), rate)
     return table
 

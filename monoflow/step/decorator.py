@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +51,29 @@ from .versions import PARTS, Kind, Versions, kind_of
 _CAPTURING: ContextVar[str] = ContextVar("step that is captured", default="")
 #: torch traces one function at a time.
 _ONE_CAPTURE = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _Interception:
+    """Devices that steps are to believe in, and who takes their calls."""
+
+    placement: Placement
+    take: Callable[[Step, Sequence[Any], Mapping[str, Any]], NoReturn]
+
+
+_INTERCEPTION: ContextVar[_Interception | None] = ContextVar("who takes calls of steps", default=None)
+
+
+@contextmanager
+def intercept(
+    placement: Placement, take: Callable[[Step, Sequence[Any], Mapping[str, Any]], NoReturn]
+) -> Iterator[None]:
+    """Within: steps are on a placement and do not run: `take(step, args, kwargs)` gets their calls."""
+    token = _INTERCEPTION.set(_Interception(placement, take))
+    try:
+        yield
+    finally:
+        _INTERCEPTION.reset(token)
 
 
 def graph(
@@ -218,6 +243,16 @@ class Step:
         return self._last
 
     @property
+    def plan_name(self) -> str | None:
+        """The plan that was asked for; None where monoflow chooses."""
+        return self._plan_name
+
+    @property
+    def pins(self) -> Mapping[str, tuple[Sbp, ...]]:
+        """What was pinned."""
+        return MappingProxyType(self._pins)
+
+    @property
     def _name(self) -> str:
         return getattr(self._function, "__name__", "the step")
 
@@ -234,6 +269,8 @@ class Step:
         return "cpu"
 
     def _devices(self, world: World) -> Placement:
+        if (interception := _INTERCEPTION.get()) is not None:
+            return interception.placement
         if self._placement is not None:
             return self._placement
         return make_placement(self._device_type(), range(world.size), axes=("data",))
@@ -249,6 +286,8 @@ class Step:
         Args:
             observe: the form whose programs also give out the gradients.
         """
+        if (interception := _INTERCEPTION.get()) is not None:
+            interception.take(self, args, kwargs)
         world = self._world()
         if self._subject.refresh():
             self._drop()
