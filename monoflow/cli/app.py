@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from ..errors import FlowError
+from ..plan.devices import DEVICES, LINKS
 from . import calibrate as calibrator
 from . import doctor as doctor_report
+from . import plan as planner
 from . import run as launcher
 
 app = typer.Typer(
@@ -78,6 +81,33 @@ def run(
         ]
     )
     raise typer.Exit(launcher.run(launcher.Job(num_ranks, script, tuple(args or ()), options)))
+
+
+@app.command(context_settings={"allow_interspersed_args": True})
+def plan(
+    script: Annotated[
+        str, typer.Argument(help="The script whose first step is planned.", show_default=False)
+    ],
+    args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, after --.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DEVICES)}; this machine when left out.")
+    ] = None,
+    mesh: Annotated[str, typer.Option(help="Sizes of the mesh's axes, outermost first: 8 or 16x8.")] = "1",
+    memory: Annotated[
+        str | None, typer.Option(help="What a rank may use: 80GB; all it has when left out.")
+    ] = None,
+    link: Annotated[str | None, typer.Option(help=f"Of every axis: {', '.join(LINKS)}.")] = None,
+    plan: Annotated[str | None, typer.Option(help="A plan, instead of the script's.")] = None,
+    compare: Annotated[bool, typer.Option(help="Plan the templates too, to compare.")] = True,
+    html: Annotated[Path | None, typer.Option(help="Write a report to look at.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the plan.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write what is printed, as data.")] = None,
+) -> None:
+    """Plan a script's first step for a machine that need not be here: no devices, no ranks, no weights."""
+    request = planner.Request(
+        script, tuple(args or ()), device, mesh, link, memory, plan, compare, html, save, json
+    )
+    raise typer.Exit(planner.plan(request, Console(highlight=False)))
 
 
 @app.command()
