@@ -151,7 +151,9 @@ class Walk:
         shared = dict(self._shared(item))
         for number, (value, meta) in enumerate(zip(writes, metas[1], strict=True)):
             if value in shared:
-                self.storage_of[value] = self.storage_of[shared[value]]
+                storage = self.storage_of[value] = self.storage_of[shared[value]]
+                if self._category(item, value, number) == _GRADIENTS != self.categories[storage]:
+                    self._regrade(storage)
             elif meta is not None:
                 self.begins[position].append(self._store(value, meta, self._category(item, value, number)))
                 self.last[-1] = position
@@ -159,6 +161,11 @@ class Walk:
             self.last[self.storage_of[value]] = position
         if isinstance(item, Box) and item.target not in shared:
             self.moved.add(item.target)
+
+    def _regrade(self, storage: int) -> None:
+        """A gradient may be a view of what was computed for it."""
+        if self.categories[storage] in (_ACTIVATIONS, _MOVED):
+            self.categories[storage] = _GRADIENTS
 
     def _store(self, value: LaidOut, meta: TensorMeta, category: int) -> int:
         size = meta.num_bytes

@@ -41,7 +41,7 @@ def op_workspace(item: Op, kind: OpClass, inputs: Metas, outputs: Metas, on_cpu:
     if kind is OpClass.CONVOLUTION:
         return _convolution(inputs, outputs)
     if kind is OpClass.CONVOLUTION_BACKWARD:
-        return sum(meta.num_bytes for meta in inputs[:3] if meta is not None)
+        return _convolution_backward(inputs)
     if kind is OpClass.ATTENTION:
         return _attention(item, inputs, outputs)
     if kind is OpClass.ATTENTION_BACKWARD:
@@ -67,9 +67,23 @@ def _convolution(inputs: Metas, outputs: Metas) -> int:
     """oneDNN reorders source and weight into blocks of channels, and the result out of them."""
     source, weight, result = inputs[0], inputs[1], outputs[0]
     assert source is not None and weight is not None and result is not None
-    channels = result.shape[1] if len(result.shape) > 1 else 1
-    blocked = result.num_bytes * (-(-channels // _CHANNELS) * _CHANNELS) // max(channels, 1)
+    blocked = _blocked(result)
     return max(source.num_bytes + weight.num_bytes + blocked - result.num_bytes, blocked)
+
+
+def _convolution_backward(inputs: Metas) -> int:
+    """Source and gradient are reordered, and both gradients made, in blocks of channels."""
+    grad, source, weight = inputs[:3]
+    assert grad is not None and source is not None and weight is not None
+    # A single channel is padded to a block; a few are left as they are.
+    before = _blocked(source) if source.shape[1] == 1 else source.num_bytes
+    return max(before + _blocked(grad), 2 * before - weight.num_bytes) + weight.num_bytes
+
+
+def _blocked(meta: TensorMeta) -> int:
+    """The bytes of (batch, channels, ...) with the channels filled up to whole blocks."""
+    channels = max(meta.shape[1], 1)
+    return meta.num_bytes // channels * (-(-channels // _CHANNELS) * _CHANNELS)
 
 
 def _tile(queries: int, keys: int) -> tuple[int, int]:
