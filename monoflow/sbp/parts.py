@@ -91,4 +91,5 @@ def largest(tensor: torch.Tensor) -> float:
     """The largest finite magnitude; 0 for a tensor without one."""
     if tensor.numel() == 0 or tensor.dtype == torch.bool:
         return 0.0
-    return tensor.abs().double().nan_to_num(0.0, 0.0, 0.0).max().item()
+    size = tensor.abs() if tensor.is_complex() else tensor.double().abs()
+    return size.double().nan_to_num(0.0, 0.0, 0.0).max().item()

@@ -90,32 +90,5 @@ def test_backward_by_frequency_needs_the_whole_index(padding):
     assert found == {"B, B -> S(0)", "S(1), B -> S(1)", "P(sum), B -> P(sum)"}
 
 
-BAG, BAG_BACKWARD = aten._embedding_bag.default, aten._embedding_bag_dense_backward.default
-
-
-@pytest.mark.parametrize("mode", [0, 1, 2])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_bags(mode, weighted):
-    weight, index, offsets = values(7, 4), integers(7, 9), torch.tensor([0, 2, 5])
-    scale = values(9, seed=1) if weighted and mode == 0 else None
-    args = (weight, index, offsets, False, mode, False, scale)
-    found = proven(RULES[BAG], BAG, *args)
-    tail = ", B" if scale is not None else ""
-    if mode == 2:
-        assert found == set()
-        return
-    assert found == {f"S(1), B, B{tail} -> S(1), B, B, B", f"P(sum), B, B{tail} -> P(sum), B, B, B"}
-    forward = aten._embedding_bag_forward_only.default
-    assert proven(RULES[forward], forward, *args) == found
-    _, offset_to_bag, bag_size, maxima = BAG(*args)
-    back = (values(3, 4, seed=2), index, offset_to_bag, bag_size, maxima, 7, False, mode, scale)
-    found = proven(RULES[BAG_BACKWARD], BAG_BACKWARD, *back)
-    holds(found, f"S(1), B, B, B, B{tail} -> S(1)", f"P(sum), B, B, B, B{tail} -> P(sum)")
-    op = aten._embedding_bag_backward.default
-    back = (back[0], index, offsets, offset_to_bag, bag_size, maxima, 7, False, mode, False, scale)
-    found = proven(RULES[op], op, *back)
-    assert found == {f"S(1), B, B, B, B, B{tail} -> S(1)", f"P(sum), B, B, B, B, B{tail} -> P(sum)"}
-
-
 def test_index_check_is_a_well_made_op():
     torch.library.opcheck(torch.ops.monoflow.check_index.default, (integers(7, 2, 3), 7))

@@ -19,6 +19,8 @@ X = torch.randn(5, 4)
 BF16 = {"dtype": torch.bfloat16}
 
 CASES: list[tuple[Callable, tuple[Any, ...], dict[str, Any]]] = [
+    (aten.linspace.Tensor_Tensor, (torch.tensor(0.5), torch.tensor(2.0), 7), {}),
+    (aten.logspace.Scalar_Tensor, (0.5, torch.tensor(2.0), 7), {}),
     (aten.full.default, ([5, 4], 2.5), {}),
     (aten.full.default, ([5, 4], 0), {"dtype": torch.int64}),
     (aten.zeros.default, ([5, 4],), BF16),

@@ -71,6 +71,12 @@ CASES: list[tuple[Callable, tuple[Any, ...]]] = [
     (aten.bucketize.Tensor, (randn(5, 3), torch.tensor([-1.0, 0.0, 0.5]))),
     (aten.searchsorted.Tensor, (torch.tensor([-1.0, 0.0, 0.5]), randn(5, 3))),
     (aten.searchsorted.Tensor, (randn(4, 3).sort()[0], randn(4, 5))),
+    (aten.searchsorted.Scalar, (torch.tensor([-1.0, 0.0, 0.5]), 0.2)),
+    (aten.index_reduce.default, (randn(5, 3), 0, ints(5, 8), randn(8, 3), "amax")),
+    (aten.index_reduce.default, (randn(5, 3), 0, ints(5, 8), randn(8, 3), "mean")),
+    (aten.index_reduce.default, (randn(5, 3), 1, ints(3, 8), randn(5, 8), "prod")),
+    (aten.put.default, (randn(5, 3), ints(15, 4, 2), randn(4, 2), True)),
+    (aten.put.default, (randn(5, 3), distinct(15, 4), randn(2, 2))),
     (aten.isin.Tensor_Tensor, (ints(9, 5, 3), ints(9, 4))),
     (aten.isin.Tensor_Scalar, (ints(9, 5, 3), 4)),
 ]
@@ -99,7 +105,7 @@ def test_other_ways_to_look_up() -> None:
 def test_no_signature_is_missing(op: Callable, args: tuple[Any, ...]) -> None:
     """Without local forms, and leaving aside parts of what overwrites (which copy wins is not said)."""
     missing = missing_signatures(op, args, {}, OpRule(RULES[op].signatures), 2, limit=600)
-    overwrites = op in (aten.scatter.src, aten.index_copy.default) or (op is aten.index_put.default)
+    overwrites = op in (aten.scatter.src, aten.index_copy.default, aten.index_put.default, aten.put.default)
     assert [one for one in missing if not (overwrites and P in one.inputs)] == []
 
 
@@ -126,6 +132,15 @@ def test_labels_look_up_split_logits() -> None:
     assert {Signature((S(1), B), (P,)), Signature((S(0), S(0)), (S(0),)), Signature((P, B), (P,))} <= found
     found = listed(aten.scatter.value, (torch.zeros(6, 8), 1, ints(8, 6, 1), -1.0))
     assert {Signature((S(1), B), (S(1),)), Signature((S(0), S(0)), (S(0),))} <= found
+
+
+@pytest.mark.parametrize("reduce", ["add", "multiply"])
+def test_scatters_that_say_how_they_reduce(reduce: str) -> None:
+    for op, last in ((aten.scatter.reduce, randn(4, 7)), (aten.scatter.value_reduce, 1.5)):
+        args, kwargs = (randn(4, 5), 1, ints(5, 4, 7), last), {"reduce": reduce}
+        for axis_size in (2, 3, 6):
+            assert wrong_signatures(op, args, kwargs, RULES[op], axis_size) == []
+        assert missing_signatures(op, args, kwargs, OpRule(RULES[op].signatures), 2, limit=600) == []
 
 
 def test_a_table_and_its_gradient() -> None:

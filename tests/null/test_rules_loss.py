@@ -43,7 +43,7 @@ def test_elementwise_backward(name):
     assert found(values(), SUM) == {
         "B, S(0), S(0) -> S(0)", "B, S(1), S(1) -> S(1)", "P(sum), B, B -> P(sum)",
     }  # fmt: skip
-    assert found(values(), MEAN) == set()
+    assert found(values(), MEAN) == {"P(sum), B, B -> P(sum)"}
 
 
 @pytest.mark.parametrize("weight", [(5, 3), (3,), (5, 1)])
@@ -88,3 +88,19 @@ def test_negative_log_likelihood_of_one_sample():
 def test_mean_is_left_to_capture():
     op = aten.nll_loss_forward.default
     assert proven(RULES[op], op, values(5, 4), integers(4, 5), None, MEAN, -100) == set()
+
+
+@pytest.mark.parametrize("reduction", [NONE, SUM, MEAN])
+@pytest.mark.parametrize("name", ["multi_margin_loss", "multilabel_margin_loss_forward"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_margin_losses(name, reduction, dtype):
+    """Some kernels leave the sum over an empty shard uninitialized."""
+    op = _op(name)
+    x = values(3, 5, dtype=dtype)
+    multi = name == "multi_margin_loss"
+    target = integers(5, 3) if multi else torch.tensor([[1, 0, -1, 2, 2], [3, -1, 0, 0, 0], [0, 1, 2, 3, -1]])
+    args = (x, target, 1, 1.5, values(5, seed=2, dtype=dtype)) if multi else (x, target)
+    found = proven(RULES[op], op, *args, reduction=reduction)
+    given = "S(0), S(0)" + (", B" if multi else "")
+    loss = {NONE: "S(0)", SUM: "P(sum)"}.get(reduction)
+    assert found == (set() if loss is None else {f"{given} -> {loss}" + ("" if multi else ", S(0)")})

@@ -140,3 +140,28 @@ def test_addmv_with_one_bias_for_all_rows(beta):
     bias = values(1) if beta else torch.tensor([float("nan")], dtype=torch.float64)
     found = proven(RULES[op], op, bias, values(5, 3), values(3), beta=beta)
     assert "P(sum), S(1), S(0) -> P(sum)" in found and "B, S(0), B -> S(0)" in found
+
+
+@pytest.mark.parametrize(
+    ("p", "how"), [(0.0, "sum"), (1.0, "sum"), (float("inf"), "max"), (2.0, None), (1.5, None)]
+)
+def test_distances_add_up_over_features_where_their_norm_does(p, how):
+    op = aten._cdist_forward.default
+    found = proven(RULES[op], op, values(5, 3), values(4, 3, seed=1), p, None)
+    assert found == {"S(0), B -> S(0)", "B, S(0) -> S(1)"} | ({f"S(1), S(1) -> P({how})"} if how else set())
+    op = aten._pdist_forward.default
+    assert proven(RULES[op], op, values(5, 3), p) == ({f"S(1) -> P({how})"} if how else set())
+    pairs = op(values(5, 3), p)
+    op = aten._pdist_backward.default
+    found = proven(RULES[op], op, values(10), values(5, 3), p, pairs)
+    assert found == {"B, S(1), B -> S(1)", "P(sum), B, B -> P(sum)"}
+
+
+def test_a_product_of_conjugates():
+    op = aten.vdot.default
+    x, y = (torch.complex(values(5, seed=i), values(5, seed=i + 1)) for i in (0, 2))
+    assert proven(RULES[op], op, x, y) == {
+        "S(0), S(0) -> P(sum)",
+        "P(sum), B -> P(sum)",
+        "B, P(sum) -> P(sum)",
+    }

@@ -204,3 +204,30 @@ def test_two_axes_along_one_dim() -> None:
     prove_nd(aten.slice.Tensor, (args[0], 0, 8, 16), {}, [sliced, sliced], (2, 4), RULES[aten.slice.Tensor])
     whole = Signature((B,), (B,))
     prove_nd(aten.slice.Tensor, (args[0], 0, 8, 16), {}, [whole, sliced], (2, 4), RULES[aten.slice.Tensor])
+
+
+def plain(op: Callable, *args: Any, axis_size: int = 2) -> set[str]:
+    """The plain signatures of a call, all of which are proven."""
+    assert wrong_signatures(op, args, {}, RULES[op], axis_size) == []
+    call = describe(op, args, {})
+    return {str(one) for one in RULES[op].signatures(call, axis_size, [()] * len(call.inputs))}
+
+
+@pytest.mark.parametrize("axis_size", [2, 3, 4])
+@pytest.mark.parametrize("shape", [(5, 5), (5, 3), (3, 6), (2, 2)])
+def test_a_trace_is_the_sum_of_what_rows_or_columns_cross(shape: tuple[int, int], axis_size: int) -> None:
+    expected = {"S(0) -> P(sum)", "S(1) -> P(sum)", "P(sum) -> P(sum)"}
+    assert plain(aten.trace.default, randn(*shape), axis_size=axis_size) == expected
+
+
+def test_a_trace_on_two_axes() -> None:
+    rows, columns = Signature((S(0),), (P,)), Signature((S(1),), (P,))
+    prove_nd(aten.trace.default, (randn(5, 7),), {}, [rows, columns], (2, 3), RULES[aten.trace.default])
+
+
+def test_rotations_diagonals_and_shuffles() -> None:
+    extremes = {"P(sum) -> P(sum)", "P(max) -> P(max)", "P(min) -> P(min)"}
+    assert plain(aten.rot90.default, randn(5, 3, 4), 1, [0, 2]) == {"S(1) -> S(1)"} | extremes
+    assert plain(aten.block_diag.default, [randn(2, 3), randn(4, 1)]) == {"P(sum), P(sum) -> P(sum)"}
+    found = plain(aten.channel_shuffle.default, randn(4, 12, 3), 3)
+    assert found == {"S(0) -> S(0)", "S(2) -> S(2)", "S(1,3) -> S(1)"} | extremes

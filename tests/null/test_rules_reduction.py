@@ -176,3 +176,29 @@ def test_infinity_norm_of_more_ranks_than_rows():
     for order in (math.inf, -math.inf):
         proven(RULES[op], op, values(2, 3), order, [0], True, axis_sizes=(4,))
         proven(RULES[op], op, values(2, 3), order, axis_sizes=(4,))
+
+
+@pytest.mark.parametrize(
+    ("order", "how"), [(0, "sum"), (1, "sum"), (math.inf, "max"), (-math.inf, "min"), (2, None)]
+)
+def test_a_distance_adds_up_where_its_norm_does(order, how):
+    op = aten.dist.default
+    found = proven(RULES[op], op, values(5, 3), values(3, seed=1), order)
+    assert found == (set() if how is None else {f"S(0), B -> P({how})", f"S(1), S(0) -> P({how})"})
+    same_as_expanded(RULES[op], op, values(5, 3), values(3, seed=1), order)
+
+
+def test_what_has_no_partial_of_its_own_stays_whole():
+    for op in (aten.prod.default, aten.median.default, aten.nanmedian.default, aten.var.default):
+        assert proven(RULES[op], op, X) == set()
+    op = aten.var.dim
+    assert proven(RULES[op], op, values(5, 3), [1]) == {"S(0) -> S(0)"}
+
+
+def test_sums_without_nans_and_slices_of_a_bounded_norm():
+    op = aten.nansum.default
+    x = values(5, 3)
+    x = torch.where(x > 1, torch.nan, x)
+    assert proven(RULES[op], op, x, [1]) == {"S(0) -> S(0)", "S(1) -> P(sum)"}
+    op = aten.renorm.default
+    assert proven(RULES[op], op, X, 2, 1, 0.5) == {"S(1) -> S(1)"}

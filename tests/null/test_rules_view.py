@@ -21,7 +21,7 @@ from monoflow.sbp.oracle import (
     wrong_signatures,
 )
 from monoflow.sbp.rules.view import RULES, carry
-from monoflow.sbp.signature import Signature, TensorMeta
+from monoflow.sbp.signature import LocalCall, Signature, TensorMeta, TensorShard
 
 aten = torch.ops.aten
 torch.manual_seed(0)
@@ -78,7 +78,11 @@ def test_listed_signatures_are_exact(name: str, args: tuple[Any, ...], axis_size
 @pytest.mark.parametrize("axis_size", [2, 3])
 def test_no_plain_signature_is_missing(name: str, args: tuple[Any, ...], axis_size: int) -> None:
     op = op_named(name)
-    assert missing_signatures(op, args, {}, RULES[op], axis_size) == []
+    missing = missing_signatures(op, args, {}, RULES[op], axis_size)
+    if op is aten.view.dtype:
+        # Of two bfloat16 read as one float32 the upper is the value to bfloat16 rounding, which adds up.
+        missing = [one for one in missing if P not in one.inputs]
+    assert missing == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -211,3 +215,16 @@ def test_two_axes_split_what_is_merged() -> None:
     prove_nd(aten.view.default, args, {}, [by_last, by_first], (2, 2), rule)
     prove_nd(aten.view.default, args, {}, [Signature((S(1),), (S(0, 4),)), by_first], (3, 2), rule)
     prove_nd(aten.view.default, args, {}, [by_first, Signature((P,), (P,))], (2, 3), rule)
+
+
+def test_lazy_conjugates_become_real_before_they_are_sent() -> None:
+    x = torch.complex(torch.randn(5, 3), torch.randn(5, 3))
+    for op in (aten._conj.default, aten._conj_copy.default, aten._neg_view.default):
+        assert wrong_signatures(op, (x,), {}, RULES[op], 3) == []
+        call = describe(op, (x,), {})
+        assert Signature((P,), (P,)) in RULES[op].signatures(call, 2, [()])
+        shard = TensorShard(call.inputs[0], (B,), (2,), (1,))
+        local = RULES[op].local
+        assert local is not None
+        run, args, kwargs = local(LocalCall(op, (x,), {}, [shard], [shard]))
+        assert not run(*args, **kwargs).is_conj() and not run(*args, **kwargs).is_neg()

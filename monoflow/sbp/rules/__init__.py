@@ -8,11 +8,15 @@ from types import MappingProxyType
 from ..registry import OpRule
 from . import (
     attention,
+    attention_kernels,
     batch_norm,
     convolution,
     embedding,
+    embedding_bag,
     factory,
+    fft,
     index,
+    linalg,
     loss,
     matmul,
     normalization,
@@ -22,6 +26,7 @@ from . import (
     pooling,
     random,
     reduction,
+    sampling,
     softmax,
     view,
 )
@@ -38,11 +43,15 @@ def _merge(*tables: Mapping[Callable, OpRule]) -> Mapping[Callable, OpRule]:
 
 RULES: Mapping[Callable, OpRule] = _merge(
     attention.RULES,
+    attention_kernels.RULES,
     batch_norm.RULES,
     convolution.RULES,
     embedding.RULES,
+    embedding_bag.RULES,
     factory.RULES,
+    fft.RULES,
     index.RULES,
+    linalg.RULES,
     loss.RULES,
     matmul.RULES,
     normalization.RULES,
@@ -52,6 +61,7 @@ RULES: Mapping[Callable, OpRule] = _merge(
     pooling.RULES,
     random.RULES,
     reduction.RULES,
+    sampling.RULES,
     softmax.RULES,
     view.RULES,
 )

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..layout import B, P, Split
+from ..layout import Split
 from ..registry import Forms, OpRule, aten, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature, TensorShard
-from .common import argument, has_argument, linear_signature, named
+from .common import argument, named
 
 Runs = Sequence[int]  # start and stop of every run, one after the other (schemas have no pairs)
 
@@ -115,30 +115,7 @@ def _backward_local(call: LocalCall) -> LocalOp:
     return embedding_backward_shard, (*call.args[:2], output.shape[0], runs, padding, by_frequency), {}
 
 
-_SUM, _MEAN, _MAX = range(3)
-
-
-def _bag_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    """Row-dim splits; linear in the table unless the bag takes maxima. The other outputs are of the index."""
-    if argument(call, "mode") == _MAX:
-        return []
-    others = len(call.outputs) - 1
-    sums = Signature(linear_signature(call, (0,)).inputs, (P, *[B] * others))
-    return [*named(call, axis_size, forms, {"weight": "_d"}, ["_d", *["-"] * others]), sums]
-
-
-def _bag_backward_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    """Row-dim splits; linear in the gradient unless the bag takes maxima."""
-    if argument(call, "mode") == _MAX or (has_argument(call, "sparse") and argument(call, "sparse")):
-        return []
-    return named(call, axis_size, forms, {"grad": "_d"}, ["_d"], linear=[("grad",)])
-
-
 RULES: dict[Callable, OpRule] = {
     **dict.fromkeys(aten("embedding"), OpRule(_signatures, _local)),
     **dict.fromkeys(aten("embedding_dense_backward"), OpRule(_backward_signatures, _backward_local)),
-    **dict.fromkeys(aten("_embedding_bag", "_embedding_bag_forward_only"), OpRule(_bag_signatures)),
-    **dict.fromkeys(
-        aten("_embedding_bag_dense_backward", "_embedding_bag_backward"), OpRule(_bag_backward_signatures)
-    ),
 }

@@ -94,7 +94,8 @@ def local_strided(call: LocalCall) -> LocalOp:
 
 def split_alone(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Any dim of the only result."""
-    return [Signature((), (Split(dim),)) for dim in range(len(result_shape(call)))]
+    numbers = (B,) * len(call.inputs)
+    return [Signature(numbers, (Split(dim),)) for dim in range(len(result_shape(call)))]
 
 
 def local_part(call: LocalCall) -> LocalOp:
@@ -166,6 +167,16 @@ def filled(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     return [one for one in found if one != Signature((B, B), (B,))]
 
 
+def spaced(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """As split_alone; linear in both ends together."""
+    both = [Signature((P, P), (P,))] if len(call.inputs) == 2 else []
+    return [*split_alone(call, axis_size, forms), *both]
+
+
+#: Overloads that take an end of a range as a tensor of one element.
+_ENDS = ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+
+
 def _result(call: LocalCall) -> TensorShard:
     (shard,) = call.outputs
     assert shard is not None, call.op
@@ -183,4 +194,6 @@ RULES: Mapping[Callable, OpRule] = {
     **rules(["arange", "arange.start", "arange.start_step"], split_alone, local_arange),
     **rules(["eye", "eye.m"], split_alone, local_eye),
     **rules(["linspace", "logspace", "tril_indices", "triu_indices"], split_alone, local_part),
+    **rules([f"logspace.{ends}" for ends in _ENDS], split_alone, local_part),
+    **rules([f"linspace.{ends}" for ends in _ENDS], spaced, local_part),
 }

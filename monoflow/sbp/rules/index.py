@@ -157,6 +157,8 @@ def _write_splits(call: OpCall, axis_size: int, forms: Forms, dim: int) -> list[
 
 def _additions(call: OpCall, axis_size: int, forms: Forms, index_dim: int, dim: int) -> list[Signature]:
     """Partial layouts of an op that accumulates: parts of what is added, added to parts of the target."""
+    if _multiplies(call):
+        return [Signature((P, *[B] * (len(call.inputs) - 1)), (P,))]
     op = _accumulates(call)
     if op is None or len(call.inputs) != 3:
         return []
@@ -172,12 +174,23 @@ def _additions(call: OpCall, axis_size: int, forms: Forms, index_dim: int, dim: 
     return found
 
 
+def _multiplies(call: OpCall) -> bool:
+    """Whether an op multiplies what is there, in which it is then linear."""
+    if call.op in aten("scatter_reduce.two", "index_reduce"):
+        return argument(call, "include_self") and argument(call, "reduce") == "prod"
+    return (
+        call.op in aten("scatter.reduce", "scatter.value_reduce") and argument(call, "reduce") == "multiply"
+    )
+
+
 def _accumulates(call: OpCall) -> str | None:
     """How an op accumulates onto what is there ("sum", "mean", "max", "min"), None if it does not."""
     if call.op in aten("scatter_add", "index_add"):
         return "sum"
-    if call.op in aten("scatter_reduce.two") and argument(call, "include_self"):
+    if call.op in aten("scatter_reduce.two", "index_reduce") and argument(call, "include_self"):
         return {"sum": "sum", "mean": "mean", "amax": "max", "amin": "min"}.get(argument(call, "reduce"))
+    if call.op in aten("scatter.reduce"):
+        return {"add": "sum"}.get(argument(call, "reduce"))
     return None
 
 
@@ -193,6 +206,17 @@ def scattered_value(call: OpCall, axis_size: int, forms: Forms) -> list[Signatur
     """As a scatter; a zero may be written into every part of a sum."""
     found = scattered(call, axis_size, forms)
     return [*found, Signature((P, B), (P,))] if argument(call, "value") == 0 else found
+
+
+def scattered_number(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """As a scatter; a number that is added at every index is added at each part of them."""
+    found = scattered(call, axis_size, forms)
+    target, index = (one.shape for one in call.inputs)
+    if not target or argument(call, "reduce") != "add":
+        return found
+    dim = wrap(argument(call, "dim"), len(target))
+    here = [one for one in splits_of(forms, 1, dim) if fits(index[dim], one, axis_size)]
+    return [*found, *(Signature((P, canonical(index[dim], one, axis_size)), (P,)) for one in here)]
 
 
 def local_write(call: LocalCall) -> LocalOp:
@@ -411,6 +435,19 @@ def taken(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     return [*letters(call, axis_size, forms, f"{'_' * source},{dims}->{dims}"), *partials(call, [0])]
 
 
+def put(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Writes into a flattened tensor; what is added can be parts of a sum, or some of the values."""
+    target, index, source = (one.shape for one in call.inputs)
+    if not argument(call, "accumulate"):
+        return []
+    dims = "".join(names(len(index)))
+    found = [Signature((P, B, P), (P,))]
+    if source == index:
+        split = letters(call, axis_size, forms, f"{'_' * len(target)},{dims},{dims}->{'_' * len(target)}")
+        found += [Signature((P, *one.inputs[1:]), (P,)) for one in split]
+    return found
+
+
 def bucketized(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Every element by itself; its bucket is a count, so counts among parts of the boundaries add up."""
     dims = "".join(names(len(call.inputs[0].shape)))
@@ -425,6 +462,11 @@ def searched(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     # A sorter holds global positions, which a part of the boundaries cannot use.
     spec = f"{rows}_,{dims},{rows}_" if sorter else f"{rows}z,{dims}"
     return letters(call, axis_size, forms, f"{spec}->{dims}")
+
+
+def searched_one(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """One number among boundaries: its place is a count."""
+    return letters(call, axis_size, forms, "z->") if len(call.inputs) == 1 else []
 
 
 def among(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
@@ -447,7 +489,10 @@ RULES: Mapping[Callable, OpRule] = {
     **rules(["index_select"], selected_by_index, local_read),
     **rules(["scatter.src", "scatter_add", "scatter_reduce.two"], scattered, local_write),
     **rules(["scatter.value"], scattered_value, local_write),
-    **rules(["index_add", "index_copy"], added_by_index, local_write),
+    **rules(["scatter.reduce"], scattered, local_write),
+    **rules(["scatter.value_reduce"], scattered_number, local_write),
+    **rules(["put"], put),
+    **rules(["index_add", "index_copy", "index_reduce"], added_by_index, local_write),
     **rules(["index_fill.int_Scalar", "index_fill.int_Tensor"], filled_by_index, local_fill),
     **rules(["index.Tensor", "_unsafe_index.Tensor"], indexed, local_indexed),
     **rules(["index_put", "_unsafe_index_put"], written_by_index, local_written),
@@ -456,4 +501,5 @@ RULES: Mapping[Callable, OpRule] = {
     **rules(["bucketize.Tensor"], bucketized),
     **rules(["isin.Tensor_Tensor", "isin.Tensor_Scalar"], among),
     **rules(["searchsorted.Tensor"], searched),
+    **rules(["searchsorted.Scalar"], searched_one),
 }

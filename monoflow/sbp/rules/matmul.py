@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from string import ascii_lowercase
@@ -10,7 +11,15 @@ import torch
 
 from ..registry import Forms, OpRule, aten, letters, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature
-from .common import any_empty, argument, broadcast_letters, contracted_bias, empty_outputs, linear_signature
+from .common import (
+    any_empty,
+    argument,
+    broadcast_letters,
+    contracted_bias,
+    empty_outputs,
+    has_argument,
+    linear_signature,
+)
 
 
 def _product(spec: str, call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
@@ -39,14 +48,34 @@ def scaled_bias(bias: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, be
 
 
 def _distances(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    """cdist(x1, x2): rows of either side and the batch, which may broadcast; not the feature dim."""
+    """cdist(x1, x2): rows of either side and the batch, which may broadcast; features of some norms."""
     whole = call.outputs[0].shape  # pyright: ignore[reportOptionalMemberAccess]
     batch = "abcdefgh"[: len(whole) - 2]
+    reduce_op = _norm_partial(call)
+    feature = "_" if reduce_op is None else "k"
     sides = [
-        broadcast_letters(meta.shape[:-2], batch, whole[:-2]) + row + "_"
+        broadcast_letters(meta.shape[:-2], batch, whole[:-2]) + row + feature
         for meta, row in zip(call.inputs, "mn", strict=True)
     ]
-    return letters(call, axis_size, forms, f"{sides[0]},{sides[1]}->{batch}mn")
+    spec = f"{sides[0]},{sides[1]}->{batch}mn"
+    return letters(call, axis_size, forms, spec, reduce_op=reduce_op or "sum")
+
+
+def _norm_partial(call: OpCall) -> str | None:
+    """How norms of parts make up the norm of the whole: it is a sum, a maximum, or neither."""
+    order = argument(call, "p") if has_argument(call, "p") else 2.0
+    return {0.0: "sum", 1.0: "sum", math.inf: "max"}.get(order)
+
+
+def _pair_distances(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """pdist: every pair of rows; features of some norms."""
+    reduce_op = _norm_partial(call)
+    return letters(call, axis_size, forms, "_k->_", reduce_op=reduce_op) if reduce_op else []
+
+
+def _pair_distances_backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """_pdist_backward: given the distances, feature by feature."""
+    return letters(call, axis_size, forms, "_,_k,_->_k", linear=[(0,)])
 
 
 def _distances_backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
@@ -87,7 +116,7 @@ def _trilinear_local(call: LocalCall) -> LocalOp:
 _PRODUCTS = {
     ("mm", "mm.dtype"): "mk,kn->mn",
     ("bmm", "bmm.dtype"): "bmk,bkn->bmn",
-    ("dot",): "k,k->",
+    ("dot", "vdot"): "k,k->",
     ("mv",): "mk,k->m",
     ("ger",): "m,n->mn",
 }
@@ -105,6 +134,8 @@ RULES: dict[Callable, OpRule] = {
     for op in aten(*names)
 }
 RULES |= {op: OpRule(partial(_added_product, "mk,k->m"), _vector_local) for op in aten("addmv")}
-RULES |= {op: OpRule(_distances) for op in aten("_cdist_forward")}
+RULES |= {op: OpRule(_distances) for op in aten("_cdist_forward", "_euclidean_dist")}
 RULES |= {op: OpRule(_distances_backward) for op in aten("_cdist_backward")}
+RULES |= {op: OpRule(_pair_distances) for op in aten("_pdist_forward")}
+RULES |= {op: OpRule(_pair_distances_backward) for op in aten("_pdist_backward")}
 RULES |= {op: OpRule(_trilinear, _trilinear_local) for op in aten("_trilinear")}

@@ -348,6 +348,8 @@ _FAMILY: dict[str, _Rule] = {
         partial(_batch_signatures, False), _empty_local, None,
     ),
     "native_batch_norm": (partial(_batch_signatures, False), _empty_local, None),
+    "_native_batch_norm_legit.no_stats": (partial(_batch_signatures, False), _empty_local, None),
+    "_native_batch_norm_legit_functional": (partial(_batch_signatures, False), _empty_local, None),
     "native_batch_norm_backward": (partial(_batch_signatures, True), _empty_local, None),
 }  # fmt: skip
 RULES: dict[Callable, OpRule] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..layout import B, Split, canonical, fits
+from ..layout import B, P, Split, canonical, fits
 from ..registry import Forms, OpRule, letters, splits_of
 from ..signature import LocalCall, LocalOp, OpCall, Signature
 from .common import argument, has_argument, with_arguments
@@ -266,6 +266,51 @@ def shuffled_along(call: OpCall, axis_size: int, forms: Forms) -> list[Signature
     return moved(call, axis_size, forms, [kept], [kept])
 
 
+def rotated(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Two dims turn into one another; the others stay."""
+    ndim = len(call.inputs[0].shape)
+    kept = names(ndim, [wrap(dim, ndim) for dim in argument(call, "dims")])
+    return moved(call, axis_size, forms, [kept], [kept])
+
+
+def on_a_diagonal(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Matrices on a diagonal with zeros around them: sums of parts only, as zeros are no extremum."""
+    return [Signature((P,) * len(call.inputs), (P,))]
+
+
+def traced(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """A sum over the diagonal, of which a rank holds what its own rows or columns cross."""
+    runs = [[one for one in given if one.blocks == 1] for given in forms]
+    return letters(call, axis_size, runs, "m_->", linear=[(0,)]) + letters(call, axis_size, runs, "_n->")
+
+
+def local_trace(call: LocalCall) -> LocalOp:
+    """The sum over the whole matrix's diagonal as seen from the rank's first row and column."""
+    shard = call.inputs[0]
+    if not (shard.is_split(0) or shard.is_split(1)):
+        return call.op, call.args, call.kwargs
+    return trace_part, (call.args[0], shard.start(0) - shard.start(1)), {}
+
+
+def trace_part(matrix: torch.Tensor, offset: int) -> torch.Tensor:
+    """The sum over the diagonal that lies `offset` to the right of the main one; 0 where there is none."""
+    rows, columns = matrix.shape
+    if offset >= columns or -offset >= rows:
+        return matrix.new_zeros(0).sum()
+    return torch.diagonal(matrix, offset).sum()
+
+
+def shuffled_channels(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """channel_shuffle: channels (groups, n) become (n, groups); a split of every group is one of n."""
+    shape, groups = call.inputs[0].shape, argument(call, "groups")
+    dims = names(len(shape), [1])
+    found = moved(call, axis_size, forms, [dims], [dims])
+    here, there = Split(1, groups), Split(1, 1, groups)
+    if fits(shape[1], here, axis_size) and fits(shape[1], there, axis_size):
+        found.append(Signature((here,), (canonical(shape[1], there, axis_size),)))
+    return unique(found)
+
+
 def triangle(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Rows and columns that a rank holds in one run shift the diagonal."""
     dims = names(len(call.inputs[0].shape))
@@ -300,5 +345,9 @@ RULES: Mapping[Callable, OpRule] = {
     **rules(["unfold", "unfold_copy"], windowed),
     **rules(["unfold_backward"], windowed_back, local_sizes),
     **rules(["roll", "flip"], shuffled_along),
+    **rules(["rot90"], rotated),
+    **rules(["block_diag"], on_a_diagonal),
+    **rules(["trace"], traced, local_trace),
+    **rules(["channel_shuffle", "native_channel_shuffle"], shuffled_channels),
     **rules(["tril", "triu"], triangle, local_triangle),
 }

@@ -87,7 +87,8 @@ def _dims(template: str) -> list[tuple[str, int]]:
 
 
 _LINEAR = [
-    "avg_pool{}d", "avg_pool{}d_backward", "_adaptive_avg_pool{}d", "_adaptive_avg_pool{}d_backward",
+    "avg_pool{}d", "avg_pool{}d_backward", "adaptive_avg_pool{}d", "_adaptive_avg_pool{}d",
+    "_adaptive_avg_pool{}d_backward",
     "max_pool{}d_with_indices_backward", "adaptive_max_pool{}d_backward", "max_unpool{}d",
     "reflection_pad{}d", "reflection_pad{}d_backward", "replication_pad{}d", "replication_pad{}d_backward",
     "upsample_nearest{}d", "upsample_nearest{}d.vec", "upsample_nearest{}d_backward",

@@ -15,6 +15,7 @@ from ..signature import LocalCall, LocalOp, OpCall, Signature
 from .common import (
     any_empty,
     argument,
+    broadcast_letters,
     compute_dtype,
     dim_letters,
     has_argument,
@@ -108,9 +109,12 @@ def _order(call: OpCall | LocalCall) -> float | None:
 
 
 def _norm_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    order = _order(call)
-    reduce_op = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}.get(order)  # pyright: ignore
-    return reduction_signatures(reduce_op, False, call, axis_size, forms)
+    return reduction_signatures(_partial_of_norm(_order(call)), False, call, axis_size, forms)
+
+
+def _partial_of_norm(order: float | None) -> str | None:
+    """How norms of parts make up the norm of the whole; None where they do not."""
+    return {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}.get(order)  # pyright: ignore
 
 
 def _local_norm(call: LocalCall) -> LocalOp:
@@ -173,6 +177,43 @@ def logsumexp_expand(x: torch.Tensor, dim: Dims, keepdim: bool = False) -> torch
     return total.to(x.dtype)
 
 
+def _dist_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """dist: a norm of the whole difference, which is a sum or an extremum over parts for some orders."""
+    whole = torch.broadcast_shapes(*(meta.shape for meta in call.inputs))
+    reduce_op = _partial_of_norm(argument(call, "p"))
+    if reduce_op is None:
+        return []
+    group = dim_letters(whole)
+    sides = [broadcast_letters(meta.shape, group, whole) for meta in call.inputs]
+    return letters(call, axis_size, forms, f"{sides[0]},{sides[1]}->", reduce_op=reduce_op)
+
+
+def dist_expand(x: torch.Tensor, y: torch.Tensor, p: float = 2) -> torch.Tensor:
+    """dist from sums and pointwise ops: the norm of the difference."""
+    return norm_expand(x - y, p)
+
+
+def _local_dist(call: LocalCall) -> LocalOp:
+    """As a norm: the extrema have no value for an empty shard in torch."""
+    order = argument(call, "p")
+    if order not in (math.inf, -math.inf) or not any_empty(call):
+        return own_op(call)
+    return _empty_dist, (*call.args[:2], order), {}
+
+
+def _empty_dist(x: torch.Tensor, y: torch.Tensor, order: float) -> torch.Tensor:
+    difference = x - y
+    return _empty_norm(difference, order, None, False, difference.dtype)
+
+
+def _renormed(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """renorm: every slice along one dim has a norm of its own."""
+    shape = call.inputs[0].shape
+    kept = argument(call, "dim") % len(shape)
+    group = dim_letters(shape, [d for d in range(len(shape)) if d != kept])
+    return letters(call, axis_size, forms, f"{group}->{group}")
+
+
 def _reductions(reduce_op: str | None, linear: bool, *names: str) -> dict[Callable, OpRule]:
     rule = OpRule(partial(reduction_signatures, reduce_op, linear))
     return dict.fromkeys(aten(*names), rule)
@@ -193,11 +234,12 @@ def _norms(expand: Callable, *names: str) -> dict[Callable, OpRule]:
 
 RULES: dict[Callable, OpRule] = {
     **_reductions("sum", True, "sum", "sum.dim_IntList"),
-    **_reductions("sum", False, "count_nonzero", "count_nonzero.dim_IntList"),
+    **_reductions("sum", False, "count_nonzero", "count_nonzero.dim_IntList", "nansum"),
     **_reductions("max", False, "any", "any.dim", "any.dims"),
     **_reductions("min", False, "all", "all.dim", "all.dims"),
     **_reductions(None, True, "mean", "mean.dim"),
     **_reductions(None, False, "prod.dim_int", "argmax", "argmin", "max.dim", "min.dim", "aminmax"),
+    **_reductions(None, False, "prod", "median", "nanmedian", "var", "var.dim", "std", "std.dim"),
     **_reductions(None, False, "median.dim", "nanmedian.dim", "mode", "kthvalue"),
     **_reductions(None, False, "var.correction", "std.correction", "var_mean.correction"),
     **_reductions(None, False, "std_mean.correction"),
@@ -212,3 +254,5 @@ RULES |= {
     op: OpRule(partial(reduction_signatures, None, False), expand=logsumexp_expand)
     for op in aten("logsumexp")
 }
+RULES |= {op: OpRule(_dist_signatures, _local_dist, dist_expand) for op in aten("dist")}
+RULES |= {op: OpRule(_renormed) for op in aten("renorm")}

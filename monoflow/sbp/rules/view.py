@@ -102,6 +102,22 @@ def same_dims(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     return moved(call, axis_size, forms, [dims], [dims])
 
 
+def same_elements(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
+    """Every element changes by itself, and sums of parts with it."""
+    dims = "".join(names(len(call.inputs[0].shape)))
+    return letters(call, axis_size, forms, f"{dims}->{dims}", linear=[(0,)])
+
+
+def local_conj(call: LocalCall) -> LocalOp:
+    """The conjugate itself: what is sent to other ranks is memory, which a lazy conjugate has not changed."""
+    return torch.ops.aten.conj_physical.default, call.args, call.kwargs
+
+
+def local_neg(call: LocalCall) -> LocalOp:
+    """The negative itself, for the same reason."""
+    return torch.ops.aten.neg.default, call.args, call.kwargs
+
+
 def squeezed(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Dims of one element go."""
     shape = call.inputs[0].shape
@@ -271,6 +287,8 @@ RULES: Mapping[Callable, OpRule] = {
         permuted,
     ),
     **rules(["alias_copy", "detach_copy", "lift"], same_dims),
+    **rules(["_conj", "_conj_copy"], same_elements, local_conj),
+    **rules(["_neg_view", "_neg_view_copy"], same_elements, local_neg),
     **rules(["squeeze", "squeeze.dim", "squeeze.dims"], squeezed, local_reshape),
     **rules(["squeeze_copy", "squeeze_copy.dim", "squeeze_copy.dims"], squeezed, local_reshape),
     **rules(["unsqueeze", "unsqueeze_copy"], unsqueezed),
