@@ -194,5 +194,6 @@ def lift_constants(mode: FakeTensorMode, traced: fx.GraphModule, lifted: Lifted)
             lifted.constants[name] = value
             with graph.inserting_after(last):
                 last = found[id(value)] = graph.placeholder(name.replace(":", "_"))
+            last.meta["val"] = lifted.fakes[name]
         node.replace_all_uses_with(found[id(value)])
         graph.erase_node(node)

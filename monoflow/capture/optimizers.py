@@ -276,7 +276,7 @@ def initial_state(
                     values.append(value)
         return values
 
-    traced = functionalize(make_fx(first_values)(*flat), flat)
+    traced = functionalize(make_fx(first_values)(*flat), flat, copy_nodes=False)
     begins = InitialState(traced.graph, keys, position)
     return None if begins.depends_on_gradient else begins
 

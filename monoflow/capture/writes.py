@@ -1,0 +1,84 @@
+"""Which tensors of a traced graph share memory with one that an op writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+class Written:
+    """The storages of a traced graph that are written to, with all that may be the same memory.
+
+    Two tensors may be the same memory if their fakes have one storage, or if an op's schema says that it
+    returns a view of an argument, or the argument itself.
+
+    Args:
+        values: what stands for each placeholder, in order.
+    """
+
+    def __init__(self, graph: fx.Graph, values: Sequence[torch.Tensor]) -> None:
+        self._parent: dict[int, int] = {}
+        self.values: dict[fx.Node, Any] = {}
+        written: list[int] = []
+        given = iter(values)
+        for node in graph.nodes:
+            self.values[node] = next(given) if node.op == "placeholder" else node.meta.get("val")
+            if isinstance(node.target, torch._ops.OpOverload):
+                written += self._follow(node, node.target._schema)
+        self._written = {self._root(storage) for storage in written}
+
+    def touches(self, node: fx.Node) -> bool:
+        """Whether a tensor that the node gives may be memory that some op of the graph writes to."""
+        return any(self._root(storage) in self._written for storage in _storages(self.values[node]))
+
+    def _follow(self, node: fx.Node, schema: torch.FunctionSchema) -> Iterator[int]:
+        """Joins what the op's schema says is one memory; yields the storages that it writes to."""
+        results = self.values[node] if len(schema.returns) > 1 else (self.values[node],)
+        views = [
+            storage
+            for result, declared in zip(results or (), schema.returns, strict=False)
+            if declared.alias_info is not None
+            for storage in _storages(result)
+        ]
+        for index, argument in enumerate(schema.arguments):
+            if argument.alias_info is None:
+                continue
+            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(value, fx.Node):  # of a list, which result shares memory with which is not said
+                for storage in _storages(self.values[value]):
+                    self._join(storage, views)
+            if argument.alias_info.is_write:
+                for source in _nodes(value):
+                    yield from _storages(self.values[source])
+
+    def _join(self, storage: int, others: Sequence[int]) -> None:
+        for other in others:
+            self._parent[self._root(other)] = self._root(storage)
+
+    def _root(self, storage: int) -> int:
+        parent = self._parent
+        while (above := parent.get(storage, storage)) != storage:
+            parent[storage] = parent.get(above, above)
+            storage = above
+        return storage
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _nodes(one)
+
+
+def _storages(value: Any) -> Iterator[int]:
+    """The identities of the memory of all dense tensors in a value."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value.untyped_storage()._cdata
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _storages(one)

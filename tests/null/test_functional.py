@@ -1,0 +1,216 @@
+"""Writes become values: what is copied, what runs again, and that both give the same graph."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from monoflow.capture import trace as capture_module
+from monoflow.capture.functional import functionalize
+from monoflow.capture.writes import Written
+from monoflow.graph.step_graph import StepGraph
+
+from .graph_run import Things, trace
+
+aten = torch.ops.aten
+
+
+def traced(
+    function: Callable[..., Sequence[Tensor]], *shapes: tuple[int, ...]
+) -> tuple[fx.GraphModule, list]:
+    """The ops of a function on fakes of float32, and those."""
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty(shape) for shape in shapes]
+    with mode:
+        made = make_fx(function)(*fakes)
+    assert isinstance(made, fx.GraphModule)
+    return made, fakes
+
+
+# --- what is written to ----------------------------------------------------------------------------
+
+
+def written(function: Callable[..., Sequence[Tensor]], *shapes: tuple[int, ...]) -> list[str]:
+    """The ops whose results are, or share memory with, what is written to."""
+    made, fakes = traced(function, *shapes)
+    found = Written(made.graph, fakes)
+    return [str(node.target) for node in made.graph.nodes if node.op != "output" and found.touches(node)]
+
+
+def test_what_shares_memory_with_a_write_is_found() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        early = x.t()
+        z = x * 2
+        part = z[0]
+        part.add_(1)
+        return [early, z.sum(), y + 1]
+
+    assert written(function, (3, 4), (2,)) == ["aten.mul.Tensor", "aten.select.int", "aten.add_.Tensor"]
+
+
+def test_views_of_an_input_that_is_written_to_later_are_found() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        early = x.t()
+        total = early.sum()
+        x.copy_(y)
+        return [total]
+
+    assert written(function, (3, 4), (3, 4)) == ["x_1", "aten.t.default", "aten.copy_.default"]
+
+
+def test_every_part_of_a_split_and_every_tensor_of_a_list_is_found() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        a, b = (x * 2).split(2)
+        c = y * 3
+        torch._foreach_add_([a, c], 1)  # pyright: ignore[reportPrivateImportUsage]
+        return [a, b, c]
+
+    assert written(function, (4,), (2,)) == [
+        "aten.mul.Tensor",
+        "aten.split.Tensor",
+        "<built-in function getitem>",
+        "<built-in function getitem>",
+        "aten.mul.Tensor",
+    ]
+
+
+def test_each_output_of_an_op_is_memory_of_its_own() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        low, high = torch.aminmax(x, dim=0)
+        return [low.add_(1), high * 2]
+
+    made, fakes = traced(function, (3, 4))
+    found = Written(made.graph, fakes)
+    picks = [found.touches(node) for node in made.graph.nodes if "getitem" in str(node.target)]
+    assert picks == [True, False]
+
+
+# --- both ways give the same graph -----------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """What makes capture's second half work: tied weights, statistics, writes through views, constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(7, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.table.weight
+        self.bn, self.norm = nn.BatchNorm1d(6), nn.LayerNorm(6)
+        self.q, self.drop = nn.Linear(6, 6), nn.Dropout(0.3)
+        self.register_buffer("seen", torch.zeros(2, 6))
+        self.scale = torch.full((6,), 1.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x = self.bn(x.flatten(0, 1)).view_as(x)
+        seen = self.get_buffer("seen")
+        before = seen.sum()
+        seen[0].add_(x.detach().mean((0, 1)))
+        seen.t()[2].mul_(0.5)
+        y = self.norm(self.q(x)) * self.scale + seen[0] + before
+        z = torch.zeros_like(y)
+        z[:, 1:] = y[:, :-1]
+        z[:, 0] = 1.0
+        return self.head(self.drop(z.transpose(1, 2).contiguous().transpose(1, 2)))
+
+
+def mixed(kind: Callable[..., torch.optim.Optimizer], *, clear: bool = True) -> tuple[Callable, Things]:
+    torch.manual_seed(0)
+    model = Mixed()
+    optimizer = kind(model.parameters())
+
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=-1)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if clear:
+            optimizer.zero_grad()
+        return loss
+
+    return step, (model, optimizer)
+
+
+STEPS: dict[str, Callable[[], tuple[Callable, Things]]] = {
+    "adamw": lambda: mixed(partial(torch.optim.AdamW, lr=0.1)),
+    "momentum, gradients kept": lambda: mixed(partial(torch.optim.SGD, lr=0.1, momentum=0.9), clear=False),
+    "plain tensor ops": lambda: mixed(partial(torch.optim.Adadelta, lr=0.1)),
+}
+IDS = torch.arange(12).reshape(3, 4) % 7
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_copied_nodes_are_those_that_a_second_run_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, things = STEPS[name]()
+    copied = trace(step, things, IDS, IDS).graph
+    ran = []
+
+    def run_all(*args: object, **kwargs: object) -> fx.GraphModule:
+        ran.append(True)
+        return functionalize(*args, **kwargs, copy_nodes=False)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(capture_module, "functionalize", run_all)
+    whole = trace(step, things, IDS, IDS).graph
+    assert ran and text(copied) == text(whole)
+    assert strides(copied) == strides(whole)
+
+
+def text(graph: StepGraph) -> str:
+    """The text form, with nodes called by their order."""
+    names: dict[str, str] = {}
+    return re.sub(r"%\w+", lambda found: names.setdefault(found[0], f"%{len(names)}"), graph.text())
+
+
+def strides(graph: StepGraph) -> list[tuple[int, ...]]:
+    values = [node.meta["val"] for node in graph.calls()]
+    return [value.stride() for value in values if isinstance(value, Tensor)]
+
+
+def test_only_what_a_write_or_a_form_needs_runs_again() -> None:
+    def function(w: Tensor, x: Tensor) -> list[Tensor]:
+        h = torch.mm(x, w.t()).relu()
+        loss = h.mean()
+        w.sub_(torch.mm(h.t(), x))
+        return [loss, w.t() + 1]
+
+    made, fakes = traced(function, (5, 4), (3, 4))
+    vals = {id(node.meta["val"]): str(node.target) for node in made.graph.nodes if node.op == "call_function"}
+    functional = functionalize(made, fakes)
+    kept = [vals.get(id(node.meta["val"])) for node in functional.graph.nodes if node.op == "call_function"]
+    ops = [str(node.target) for node in functional.graph.nodes if node.op == "call_function"]
+    assert dict(zip(ops, kept, strict=True)) == {
+        "aten.t.default": None,  # the last one, of the new weight
+        "aten.mm.default": "aten.mm.default",
+        "aten.relu.default": "aten.relu.default",
+        "aten.sum.dim_IntList": None,
+        "aten.div.Tensor": None,
+        "aten.sub.Tensor": None,
+        "aten.add.Tensor": "aten.add.Tensor",
+        "aten.copy_.default": None,
+    }
+
+
+def test_a_changed_order_in_memory_is_followed() -> None:
+    """A write keeps the order in memory of what it writes to; its functional form may not."""
+
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        z = torch.zeros_like(x)
+        z.copy_(y.t())
+        return [z.relu().view(12)]
+
+    made, fakes = traced(function, (3, 4), (4, 3))
+    functional = functionalize(made, fakes)
+    for node in functional.graph.nodes:
+        if node.op == "call_function":
+            arguments = fx.map_arg(node.args, lambda one: one.meta["val"])
+            with fakes[0].fake_mode:
+                again = node.target(*arguments, **node.kwargs)
+            assert again.stride() == node.meta["val"].stride(), node
