@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -61,15 +61,15 @@ def layout_rows(plan: Plan) -> list[LayoutRow]:
     for one in plan.graph.inputs:
         if one.role is Role.STATE and one.meta.shape == plan.graph.input_of[one.of].meta.shape:
             states.setdefault(one.of, plan.inputs[one.name])
-    groups: dict[tuple, LayoutRow] = {}
+    groups: dict[LayoutRow, LayoutRow] = {}
     for one in plan.graph.inputs:
         if one.role is Role.PARAM:
             row = LayoutRow(
                 _pattern(one.name), str(one.meta), plan.inputs[one.name], states.get(one.name), 0, 0
             )
-            known = groups.get(astuple(row), row)
+            known = groups.get(row, row)
             total = known.num_bytes + one.meta.num_bytes
-            groups[astuple(row)] = replace(known, count=known.count + 1, num_bytes=total)
+            groups[row] = replace(known, count=known.count + 1, num_bytes=total)
     rows = groups.values()
     return sorted(rows, key=lambda row: -row.num_bytes)
 
