@@ -126,14 +126,16 @@ class Holding:
                 pairs[key] = pairs[key] + table if key in pairs else table
         return Tables(tuple(unary), tuple((a, b, table) for (a, b), table in pairs.items()))
 
-    def bytes(self, choices: Sequence[int], prices: np.ndarray) -> np.ndarray:
-        """What is held at every moment, where what pays at these prices is computed again."""
-        total = np.zeros(len(self.moments))
+    def held(self, choices: Sequence[int], prices: np.ndarray) -> tuple[np.ndarray, float]:
+        """Bytes at every moment, and the seconds of what pays to be computed again at these prices."""
+        total, seconds = np.zeros(len(self.moments)), 0.0
         for term in self.terms:
             at = tuple(choices[one] for one in term.variables)
-            dropped = term.waiting[at] @ prices > term.work[at]
-            total += term.held[at] - (term.waiting[at] if dropped else 0.0)
-        return total
+            total += term.held[at]
+            if term.waiting[at] @ prices > term.work[at]:
+                total -= term.waiting[at]
+                seconds += float(term.work[at])
+        return total, seconds
 
     # --- terms -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The planner: a template's goals, one axis after the other, and alternatives where they pay."""
+"""The planner: the search, or a template: its goals, one axis after the other, and alternatives that pay."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from ..sbp.layout import Sbp, Split
 from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
 from .axis import AxisPlan, AxisProblem
-from .cost import DeviceCost
+from .cost import REFERENCE, DeviceCost, Machine
 from .plan import Plan, fingerprint
+from .predict import predict
 from .rewrites import PREPARE, Rewrite, expansion, rewritten
+from .search import search
 from .template import Pins, Template, apply_pins, parse, zero
 from .verify import verify_plan
 
 log = stage_logger("plan")
 aten = torch.ops.aten
+
+AUTO = "auto"
 _LOG_SOFTMAX = {aten._log_softmax.default, aten._log_softmax_backward_data.default}
 
 
@@ -31,31 +35,45 @@ def plan_step(
     placement: Placement,
     name: str,
     pins: Pins | None = None,
-    device: DeviceCost | None = None,
+    machine: Machine | None = None,
     rules: Mapping[Callable, OpRule] = RULES,
+    limit: int = 0,
 ) -> Plan:
-    """Plans a step by a template and a user's pins.
+    """Plans a step: by search, or by a template and what a user pins.
 
     Args:
-        name: a template, "data", "zero", "tensor", or a product such as "data x tensor".
+        name: "auto" for the fastest plan that is found, or a template, "data", "zero", "tensor", or a product
+            such as "data x tensor".
         pins: per pattern of input or output names, one SBP per axis.
-        device: what work and moves cost.
+        machine: what work and moves cost. A template's own choices do not depend on it.
         rules: the ops' rules.
+        limit: bytes that a rank may hold at any time, for "auto"; 0 for no limit.
 
     Raises:
-        PlanError, LayoutError: the template is unknown or a pin does not fit.
+        PlanError, LayoutError: the template is unknown, a pin does not fit, or nothing fits the limit.
     """
-    device = device or DeviceCost()
+    machine = (machine or REFERENCE).on(placement.num_axes)
+    pins = pins or {}
+    if name != AUTO:
+        made = replace(_by_template(graph, placement, name, pins, rules), links=machine.links)
+        return replace(made, predicted=predict(made, machine))
+    return search(graph, placement, machine, pins, rules, limit)
+
+
+def _by_template(
+    graph: StepGraph, placement: Placement, name: str, pins: Pins, rules: Mapping[Callable, OpRule]
+) -> Plan:
+    device = DeviceCost()
     rewrites: list[Rewrite] = [PREPARE] if any(one is zero for one in parse(name, placement)) else []
     captured, graph = graph, rewritten(graph, rewrites, rules)
-    axes = _plan_axes(graph, placement, name, rules, pins or {}, device)
+    axes = _plan_axes(graph, placement, name, rules, pins, device)
     improved = True
     while improved:
         improved = False
         for names in _alternatives(graph, axes, rules):
             rewrite: Rewrite = ("expand", tuple(sorted(names)))
             expanded = rewritten(graph, [rewrite], rules)
-            other = _plan_axes(expanded, placement, name, rules, pins or {}, device)
+            other = _plan_axes(expanded, placement, name, rules, pins, device)
             if sum(one.cost for one in other) < sum(one.cost for one in axes):
                 log.info("simpler forms of %s pay", ", ".join(sorted(names)))
                 graph, axes, improved = expanded, other, True

@@ -66,7 +66,7 @@ def _state_split(one: Input, axis_size: int, taken: set[int]) -> Sbp:
 def tensor(graph: StepGraph, axis_size: int, taken: Mapping[str, set[int]]) -> AxisGoal:
     """Weights are split where they are used: columns then rows of matching products, heads, vocabulary."""
     free: dict[str, Sequence[Sbp]] = {}
-    blocks = _block_counts(graph)
+    blocks = block_counts(graph)
     looked_up = _looked_up(graph)
     for one in graph.inputs:
         if one.role is not Role.PARAM:
@@ -95,7 +95,7 @@ def _looked_up(graph: StepGraph) -> set[str]:
     return tables
 
 
-def _block_counts(graph: StepGraph) -> list[int]:
+def block_counts(graph: StepGraph) -> list[int]:
     """In how many pieces fused projections of this graph are taken apart."""
     counts: set[int] = set()
     for node in graph.calls():

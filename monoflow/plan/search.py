@@ -1,0 +1,318 @@
+"""The search for the best plan of a step: layouts, state sharding and recomputation by one objective.
+
+Layouts on all axes at once come from one problem (`problem.py`, `solve.py`). Under a byte limit its bytes get
+prices, moment by moment: a linear program over the plans found so far (column generation; Dantzig and Wolfe,
+"Decomposition principle for linear programs", 1960) says what a byte is worth where, and the problem is
+solved again at these prices, until that brings nothing new. What still does not fit computes activations
+again (`recomputation.py`). The prediction, which walks the very schedule that runs, judges every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import highspy
+import numpy as np
+import torch
+from torch import fx
+
+from ..errors import PlanError
+from ..graph.passes.recompute import AGAIN
+from ..graph.step_graph import StepGraph, info_of, is_getitem, metas_of, tensor_args
+from ..log import stage_logger
+from ..mesh import Placement
+from ..sbp.registry import OpRule
+from .cost import Machine
+from .fold import fold
+from .holding import Holding, Spans
+from .plan import Plan, Search, fingerprint
+from .predict import Prediction, Prices, predict
+from .problem import Choice, Problem
+from .recomputation import Recomputation
+from .rewrites import PREPARE, Rewrite, expansion, rewritten
+from .schedule import Op, schedule
+from .solve import Solved, solve
+from .storages import free_goal
+from .template import Pins
+from .verify import verify_plan
+
+log = stage_logger("plan")
+aten = torch.ops.aten
+
+_LOSSES = {aten._log_softmax.default, aten._log_softmax_backward_data.default}
+_ROUNDS = 8  # of pricing, and of fitting one plan into a limit
+_MOMENTS = 12  # that a limit is held at, a round
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan with what it is predicted to cost."""
+
+    name: str
+    plan: Plan
+    predicted: Prediction
+
+
+class Space:
+    """All plans of one form of the graph on one placement."""
+
+    def __init__(
+        self,
+        captured: StepGraph,
+        rewrites: tuple[Rewrite, ...],
+        placement: Placement,
+        machine: Machine,
+        pins: Pins,
+        rules: Mapping[Callable, OpRule],
+    ) -> None:
+        self.captured, self.rewrites, self.placement, self.rules = captured, rewrites, placement, rules
+        self.machine = machine.on(placement.num_axes)
+        self.graph = rewritten(captured, rewrites, rules)
+        self.goal = free_goal(self.graph, placement, pins)
+        self.problem = Problem(self.graph, placement, fold(self.graph), self.goal, rules, self.machine)
+        self.tables = self.problem.tables()
+        self.components = self.problem.components()
+        self.prices = Prices(self.machine)
+
+    @cached_property
+    def spans(self) -> Spans:
+        return Spans(self.problem)
+
+    @cached_property
+    def fastest(self) -> Solved:
+        """The best choices without a limit."""
+        return solve(self.tables, self.components)
+
+    def candidate(self, choice: Choice, name: str, dropped: frozenset[str] = frozenset()) -> Candidate:
+        """The plan that a choice means, with some ops computed again in backward."""
+        again: tuple[Rewrite, ...] = (("recompute", tuple(sorted(dropped))),) if dropped else ()
+        graph = rewritten(self.graph, again, self.rules)
+        signatures, inputs, outputs = self.problem.spread(choice)
+        for node in graph.calls():
+            if AGAIN in node.meta and not is_getitem(node):
+                signatures[node.name] = signatures[node.meta[AGAIN]]
+        own = {node.name for node in graph.calls()}
+        unruled = {
+            node.name: _held_by(node)
+            for one in self.problem.labels.unruled
+            for node in self.problem.folding.members[one]
+        }
+        plan = Plan(
+            graph,
+            self.placement,
+            "auto",
+            {key: one for key, one in signatures.items() if key in own},
+            inputs,
+            outputs,
+            unruled,
+            self.machine.links,
+            fingerprint(self.captured),
+            self.rewrites + again,
+        )
+        return Candidate(name, plan, predict(plan, self.machine, prices=None if dropped else self.prices))
+
+    # --- under a limit -----------------------------------------------------------------------------
+
+    def within(self, limit: int) -> Iterator[tuple[Candidate, float]]:
+        """Plans under a limit of bytes (and, where none is found, the smallest), each with a lower bound."""
+        solved = self.fastest
+        plain = self.candidate(self.problem.choice(solved.choices), "fastest")
+        yield plain, solved.bound
+        if plain.predicted.peak_bytes <= limit:
+            return
+        bound = solved.bound
+        yield self.fitted(solved, limit), bound
+        moments = [at for at, _ in self._excess(plain, limit)]
+        columns: dict[tuple[int, ...], None] = {solved.choices: None}
+        prices = np.zeros(len(moments))
+        for _ in range(_ROUNDS):
+            holding = Holding(self.problem, self.spans, moments)
+            model = []
+            for one in columns:
+                held, again = holding.held(one, prices)
+                model.append((held, self.tables.cost(one) + again))
+            prices = _worth(model, limit)
+            solved = solve(
+                holding.priced(self.tables, prices), self.components, starts=list(columns), max_sweeps=60
+            )
+            bound = max(bound, solved.bound - float(prices.sum()) * limit)
+            if solved.choices in columns:
+                return
+            columns[solved.choices] = None
+            found = self.fitted(solved, limit)
+            yield found, bound
+            fresh = [at for at, _ in self._excess(found, limit) if at not in moments][:2]
+            moments, prices = [*moments, *fresh], np.concatenate([prices, np.zeros(len(fresh))])
+
+    def fitted(self, solved: Solved, limit: int) -> Candidate:
+        """A choice's plan with as little recomputation as brings it under the limit, if that is possible."""
+        choice = self.problem.choice(solved.choices)
+        found = self.candidate(choice, "sharded")
+        if found.predicted.peak_bytes <= limit:
+            return found
+        recomputation = Recomputation(self.problem, self.spans, choice)
+        dropped: frozenset[str] = frozenset()
+        needed: dict[int, float] = {}
+        for _ in range(_ROUNDS):
+            excess = self._excess(found, limit)
+            freed = recomputation.freed(dropped, np.array([at for at, _ in excess]))
+            for (at, over), already in zip(excess, freed, strict=True):
+                needed[at] = max(needed.get(at, 0.0), over + already)
+            cheapest = recomputation.cheapest(needed)
+            if cheapest[0] == dropped:
+                break
+            dropped = cheapest[0]
+            found = self.candidate(choice, "recomputed", dropped)
+            if found.predicted.peak_bytes <= limit:
+                return found
+        return found
+
+    def _excess(self, found: Candidate, limit: int) -> list[tuple[int, float]]:
+        """Moments at which a plan holds more than the limit, the worst first, with how much more."""
+        position = {node.name: at for node, at in self.spans.position.items()}
+        worst: dict[int, float] = {}
+        following = len(position) - 1
+        rows = found.predicted.memory.held
+        made = schedule(found.plan)
+        for number in range(len(rows) - 1, -1, -1):
+            item = made.items[number]
+            if isinstance(item, Op):
+                following = position.get(item.node.name, following)
+            over = float(sum(rows[number]) - limit)
+            if over > 0:
+                worst[following] = max(worst.get(following, 0.0), over)
+        ranked = sorted(worst.items(), key=lambda pair: -pair[1])
+        apart: list[tuple[int, float]] = []
+        distance = max(1, len(position) // (4 * _MOMENTS))
+        for at, over in ranked:
+            if all(abs(at - other) >= distance for other, _ in apart):
+                apart.append((at, over))
+            if len(apart) == _MOMENTS:
+                break
+        return apart
+
+
+def search(
+    captured: StepGraph,
+    placement: Placement,
+    machine: Machine,
+    pins: Pins,
+    rules: Mapping[Callable, OpRule],
+    limit: int = 0,
+) -> Plan:
+    """The fastest plan that is found for a step on a placement.
+
+    Args:
+        machine: what ops and moves cost.
+        pins: per pattern of input or output names, one SBP per axis.
+        limit: bytes that a rank may hold at any time; 0 for no limit.
+
+    Raises:
+        PlanError: nothing fits the limit.
+        LayoutError: a pin does not fit.
+    """
+    best: Candidate | None = None
+    smallest: Candidate | None = None
+    bounds: list[float] = []
+    tried: dict[str, tuple[float, int]] = {}
+
+    def consider(one: Candidate) -> None:
+        nonlocal best, smallest
+        held, seconds = one.predicted.peak_bytes, one.predicted.seconds
+        if one.name not in tried or seconds < tried[one.name][0]:
+            tried[one.name] = seconds, held
+        if smallest is None or held < smallest.predicted.peak_bytes:
+            smallest = one
+        if (not limit or held <= limit) and (best is None or seconds < best.predicted.seconds):
+            best = one
+
+    for rewrites in _forms(captured, rules, placement.size):
+        space = Space(captured, rewrites, placement, machine, pins, rules)
+        if limit:
+            reached = list(space.within(limit))
+            for found, _ in reached:
+                consider(found)
+            bounds.append(reached[-1][1])
+        else:
+            consider(space.candidate(space.problem.choice(space.fastest.choices), "auto"))
+            bounds.append(space.fastest.bound)
+        log.info("searched %d classes of nodes: bound %.4g s", space.problem.folding.num_classes, bounds[-1])
+    assert smallest is not None
+    if best is None:
+        raise PlanError(_too_small(smallest, limit))
+    bound = min(bounds)
+    gap = max(0.0, 1 - bound / best.predicted.seconds) if best.predicted.seconds > 0 else 0.0
+    made = replace(best.plan, search=Search(bound, gap, tried, limit), predicted=best.predicted)
+    return verify_plan(made)
+
+
+def _forms(
+    captured: StepGraph, rules: Mapping[Callable, OpRule], num_ranks: int
+) -> Iterator[tuple[Rewrite, ...]]:
+    """The forms of the graph that are searched: as it is, and with the loss in simpler ops."""
+    yield (PREPARE,) if num_ranks > 1 else ()
+    losses = [node.name for node in captured.calls() if node.target in _LOSSES and expansion(node, rules)]
+    if losses and num_ranks > 1:
+        yield (PREPARE, ("expand", tuple(sorted(losses))))
+
+
+def _held_by(node: fx.Node) -> int:
+    metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1]]
+    return sum(meta.num_bytes for meta in (*metas, *metas_of(node)) if meta is not None)
+
+
+def _worth(columns: Sequence[tuple[np.ndarray, float]], limit: int) -> np.ndarray:
+    """What a byte is worth at every moment: the duals of the best mixture of plans under the limit.
+
+    What no mixture fits is let through at a price that no plan would pay.
+    """
+    num_moments = len(columns[0][0])
+    dear = 10.0 * max(cost for _, cost in columns)
+    held = np.stack([one for one, _ in columns]) / limit
+    program = highspy.HighsLp()
+    program.num_col_, program.num_row_ = len(columns) + 1, num_moments + 1
+    program.col_cost_ = np.array([*(cost for _, cost in columns), dear])
+    program.col_lower_ = np.zeros(len(columns) + 1)
+    program.col_upper_ = np.full(len(columns) + 1, highspy.kHighsInf)
+    program.row_lower_ = np.array([*[-highspy.kHighsInf] * num_moments, 1.0])
+    program.row_upper_ = np.ones(num_moments + 1)
+    matrix = program.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    dense = np.zeros((num_moments + 1, len(columns) + 1))
+    dense[:num_moments, :-1], dense[:num_moments, -1] = held.T, -1.0
+    dense[-1, :-1] = 1.0
+    matrix.start_ = np.arange(0, dense.size + 1, dense.shape[1])
+    matrix.index_ = np.tile(np.arange(dense.shape[1], dtype=np.int32), dense.shape[0])
+    matrix.value_ = dense.flatten()
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("threads", 1)
+    solver.passModel(program)
+    solver.run()
+    duals = np.array(solver.getSolution().row_dual)[:num_moments]
+    return np.maximum(-duals, 0.0) / limit
+
+
+def _too_small(least: Candidate, limit: int) -> str:
+    """By how much nothing fits, what holds the memory, and what would do."""
+    predicted, plan = least.predicted, least.plan
+    over = predicted.peak_bytes - limit
+    parts = ", ".join(
+        f"{kind} {size:,}" for kind, size in sorted(predicted.peak_split.items(), key=lambda p: -p[1]) if size
+    )
+    sizes = [
+        (metas_of(item.node)[0], item.node)
+        for item in schedule(plan).items[max(0, predicted.peak_at - 2) : predicted.peak_at + 1]
+        if isinstance(item, Op)
+    ]
+    where = next((f", at {info_of(node).source} {info_of(node).module}" for _, node in reversed(sizes)), "")
+    largest = sorted(plan.graph.inputs, key=lambda one: -one.meta.num_bytes)[:3]
+    names = ", ".join(f"{one.name} {one.meta}" for one in largest)
+    return (
+        f"no plan on {plan.placement} holds at most {limit:,} bytes a rank: the smallest found needs "
+        f"{predicted.peak_bytes:,}, {over:,} more, at its peak {predicted.peak_item}{where} ({parts}). The "
+        f"largest inputs are {names}. A limit of {predicted.peak_bytes:,} works; or use more ranks, or a "
+        "smaller batch"
+    )
