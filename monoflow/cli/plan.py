@@ -20,10 +20,10 @@ from ..mesh import Placement, placement
 from ..plan.cost import Machine
 from ..plan.devices import DEVICES, machine_for
 from ..plan.plan import Plan
-from ..plan.planner import plan_step
+from ..plan.planner import AUTO, plan_step
 from ..plan.predict import Prediction, predict
 from ..plan.template import TEMPLATES
-from .plan_html import page
+from ..viz.plan_page import page
 from .plan_report import Planned, as_data, report
 from .script import ScriptFailed, first_step
 
@@ -76,7 +76,7 @@ def plan(request: Request, console: Console) -> int:
     except ScriptFailed as failed:
         sys.stderr.write(str(failed))
         return 1
-    name = request.plan or first.plan or "data"
+    name = request.plan or first.plan or AUTO
     with console.status(f"planning {first.graph.name}"):
         made, predicted = _planned(first.graph, where, name, first.pins, machine)
         others = _others(first.graph, where, made, first.pins, machine) if request.compare else {}
@@ -87,14 +87,14 @@ def plan(request: Request, console: Console) -> int:
     if request.json is not None:
         request.json.write_text(json.dumps(as_data(done), indent=1))
     if request.html is not None:
-        request.html.write_text(page(done))
+        request.html.write_text(page(as_data(done)))
     return 0
 
 
 def _planned(
     graph: StepGraph, where: Placement, name: str, pins: Mapping[str, tuple], machine: Machine
 ) -> tuple[Plan, Prediction]:
-    made = plan_step(graph, where, name, pins)
+    made = plan_step(graph, where, name, pins, machine, limit=machine.device.capacity)
     return made, made.predicted or predict(made, machine)
 
 

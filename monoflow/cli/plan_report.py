@@ -9,12 +9,14 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
+from torch import fx
 
-from ..graph.step_graph import Role
+from ..graph.step_graph import Phase, Role, info_of, is_getitem, metas_of, op_name
 from ..plan.cost import Machine
 from ..plan.plan import Plan
 from ..plan.predict import Prediction
 from ..sbp.layout import NdSbp, text
+from ..viz.plan_page import duration, size
 
 _MOST_ROWS = 40
 
@@ -148,7 +150,11 @@ def as_data(done: Planned) -> dict[str, Any]:
     plan = done.plan
     rows = [
         asdict(row)
-        | {"layout": text(row.layout), "state": text(row.state) if row.state is not None else None}
+        | {
+            "layout": text(row.layout),
+            "axes": [str(one) for one in row.layout],
+            "state": text(row.state) if row.state is not None else None,
+        }
         for row in layout_rows(plan)
     ]
     return {
@@ -158,26 +164,29 @@ def as_data(done: Planned) -> dict[str, Any]:
         "device": done.machine.device.name,
         "limit_bytes": done.limit,
         "parameters": rows,
+        "layers": list(_layers(plan)),
         "predicted": done.predicted.as_data(),
         "compared": {name: {"seconds": s, "peak_bytes": peak} for name, s, peak in _all_plans(done)},
         "unruled": dict(plan.unruled),
     }
 
 
-def size(num_bytes: float) -> str:
-    """Bytes for people, with three digits."""
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.3g} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people, with three digits."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
-            return f"{seconds / factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+def _layers(plan: Plan) -> Iterator[dict[str, Any]]:
+    """The largest result of every module in forward, modules that differ only by numbers taken together."""
+    largest: dict[str, tuple[fx.Node, int]] = {}
+    for node in plan.graph.calls():
+        info, meta = info_of(node), metas_of(node)[0]
+        if info.phase is Phase.FORWARD and meta is not None and not is_getitem(node):
+            known = largest.get(info.module)
+            if known is None or meta.num_bytes > known[1]:
+                largest[info.module] = node, meta.num_bytes
+    found: dict[tuple, int] = {}
+    for module, (node, _) in largest.items():
+        axes = tuple(str(one) for one in plan.layouts(node)[0])
+        key = _pattern(module), op_name(node.target), str(metas_of(node)[0]), axes
+        found[key] = found.get(key, 0) + 1
+    for (module, op, meta, axes), count in found.items():
+        yield {"module": module, "op": op, "meta": meta, "axes": list(axes), "count": count}
 
 
 def _parts(amounts: Mapping[str, Any], shown: Any) -> str:

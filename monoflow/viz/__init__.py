@@ -1,0 +1,1 @@
+"""Pages to look at, made from data: no scripts, nothing fetched."""
