@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,16 +23,19 @@ from .graph.verify import verify
 from .log import stage_logger
 from .lower.lower import Lowered, lower
 from .mesh import Placement
+from .plan.devices import default_limit, machine_for
 from .plan.plan import Plan, fingerprint
-from .plan.planner import plan_step
+from .plan.planner import AUTO, best_of, plan_step
 from .runtime.actors import Engine
 from .runtime.transport import CommStats, DistTransport, SimTransport
 from .runtime.world import World, current_world, share_key
 
 __all__ = [
+    "AUTO",
     "Captured",
     "CommStats",
     "Compiled",
+    "Host",
     "Input",
     "Output",
     "Plan",
@@ -51,6 +54,20 @@ __all__ = [
     "subject_of",
     "trace",
 ]
+
+
+class Host(NamedTuple):
+    """What this process is to a placement.
+
+    Attributes:
+        ranks: those that it hosts: one, or all in a simulation.
+        device: where its tensors live.
+        mesh: torch's device mesh of the placement; None where this process hosts all ranks.
+    """
+
+    ranks: Sequence[int]
+    device: torch.device
+    mesh: DeviceMesh | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,28 +93,24 @@ def compile_step(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    placement: Placement,
-    plan_name: str,
-    pins: Mapping[str, tuple],
-    ranks: Sequence[int],
-    device: torch.device,
-    mesh: DeviceMesh | None,
+    planner: Callable[[Captured], Plan],
+    host: Callable[[Placement], Host],
     batch_stats: str = "global",
     observe: bool = False,
 ) -> Compiled:
     """Compiles one step function for one signature of its arguments.
 
     Args:
-        ranks: the ranks of the placement that this process hosts: one, or all in a simulation.
-        device: where this process' tensors live.
-        mesh: torch's device mesh of the placement; None where this process hosts all ranks.
+        planner: makes the plan, with `plan` below, and sees to it that all ranks have the same.
+        host: what this process is to a placement.
         batch_stats: whether batch norm in training is over the "global" batch, or a rank's "local" rows.
         observe: whether the programs also give out the gradients that the optimizers see.
     """
     captured = trace(function, subject, args, kwargs, batch_stats)
-    planned = plan(captured, placement, plan_name, pins)
-    lowered = lower_step(planned, ranks, device, observe)
-    return load(captured, lowered, mesh)
+    planned = planner(captured)
+    here = host(planned.placement)
+    lowered = lower_step(planned, here.ranks, here.device, observe)
+    return load(captured, lowered, here.mesh)
 
 
 def trace(
@@ -122,22 +135,43 @@ def trace(
     return replace(captured, graph=graph)
 
 
-def plan(captured: Captured, placement: Placement, name: str, pins: Mapping[str, tuple]) -> Plan:
-    """Plans the captured step; warns of every op that has no rule, with what its replication costs."""
+def plan(
+    captured: Captured,
+    placements: Sequence[Placement],
+    name: str,
+    pins: Mapping[str, tuple],
+    memory: int | None = None,
+) -> Plan:
+    """Plans the captured step; warns of every op that has no rule, with what its replication costs.
+
+    Args:
+        placements: grids of the same devices to choose from.
+        name: "auto", or a template.
+        memory: bytes that a rank may hold; 0 for no limit, None for what an accelerator has.
+    """
     log = stage_logger("plan")
     start = time.perf_counter()
-    made = plan_step(captured.graph, placement, name, pins)
+    candidates = []
+    for placement in placements:
+        machine = machine_for(placement) if placement.size > 1 and name == AUTO else None
+        limit = memory if memory is not None else default_limit(placement)
+        candidates.append(plan_step(captured.graph, placement, name, pins, machine, limit=limit))
+    made = best_of(candidates)
     nodes = {node.name: node for node in made.graph.calls()}
-    if placement.size > 1:
+    if made.placement.size > 1:
         for key, num_bytes in made.unruled.items():
             info = info_of(nodes[key])
             log.warning(
                 "%s has no rule: it runs whole on every rank (%s bytes each), at %s %s",
                 nodes[key].target, f"{num_bytes:,}", info.source, info.module,
             )  # fmt: skip
-    log.info(
-        "planned %s as %r on %s in %.2f s", made.graph.name, name, placement, time.perf_counter() - start
-    )
+    seconds = time.perf_counter() - start
+    log.info("planned %s as %r on %s in %.2f s", made.graph.name, name, made.placement, seconds)
+    if made.search is not None and made.predicted is not None:
+        log.info(
+            "predicted %.4g s a step, %s bytes at the peak; no plan is more than %.1f %% faster",
+            made.predicted.seconds, f"{made.predicted.peak_bytes:,}", 100 * made.search.gap,
+        )  # fmt: skip
     return made
 
 

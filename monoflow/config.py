@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -76,6 +77,26 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         return int(value)
     except ValueError:
         raise FlowError(f"{name}={value!r} is not an integer") from None
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_memory(text: str, name: str) -> int:
+    """Bytes from a number and a unit, "80GB" (10^9) or "80GiB" (2^30).
+
+    Args:
+        name: what the text was given for, in the error.
+
+    Raises:
+        FlowError: it is no such thing.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]+)\s*", text)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if found is None or unit is None or float(found[1]) == 0:
+        raise FlowError(f"{name}{text!r} is not a size of memory; write a number and a unit, such as 80GB")
+    return int(float(found[1]) * unit)
 
 
 SETTINGS = Settings.from_env(os.environ)

@@ -144,6 +144,8 @@ DEVICES: Mapping[str, Sheet] = MappingProxyType(
 
 #: Devices of a host that its own links join.
 HOST_SIZE = 8
+#: The part of an accelerator's memory that tensors may take; the rest is its runtime's.
+_USABLE = 0.92
 #: Seconds to launch a kernel from a step that runs op by op.
 _LAUNCH = 5e-6
 
@@ -235,3 +237,13 @@ def memory_of(device_type: str, num_ranks: int) -> int:
     if device_type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
     return torch.accelerator.get_memory_info()[1]
+
+
+def default_limit(placement: Placement) -> int:
+    """Bytes that a rank may hold when nobody says: most of an accelerator's memory; 0, no limit, on a CPU."""
+    if placement.device_type == "cpu" or placement.size == 1:
+        return 0
+    here = torch.accelerator.current_accelerator()
+    if here is None or here.type != placement.device_type:
+        return 0
+    return int(_USABLE * memory_of(placement.device_type, placement.size))

@@ -61,13 +61,18 @@ def _splits(graph: StepGraph, one: Input, size: int, blocks: Sequence[int]) -> l
 
 
 def _nests_evenly(shape: Sequence[int], layout: NdSbp, mesh: Sequence[int]) -> bool:
-    """Whether a dim that several axes split is even on all of them, as stored tensors must be."""
+    """Whether a dim that several axes split is even on all of them, and by blocks on the last alone.
+
+    Stored tensors must be so, since a DTensor holds no others.
+    """
     left: Mapping[int, list[tuple[Split, int]]] = {dim: [] for dim in range(len(shape))}
     for split, size in zip(layout, mesh, strict=True):
         if isinstance(split, Split):
             left[split.dim].append((split, size))
     for dim, splits in left.items():
         extent = shape[dim]
+        if any(split.blocks > 1 for split, _ in splits[:-1]):
+            return False
         for split, size in splits if len(splits) > 1 else ():
             if not is_even(extent, split, size):
                 return False

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..compiler import (
+    AUTO,
     CommStats,
     Compiled,
+    Host,
     Plan,
     Role,
     StepGraph,
@@ -26,13 +29,13 @@ from ..compiler import (
     World,
     compile_step,
     current_world,
-    fingerprint,
     load,
     lower_step,
     share_key,
     subject_of,
     trace,
 )
+from ..config import parse_memory
 from ..errors import CaptureError, FlowError, LayoutError, PlacementError, PlanError
 from ..mesh import Placement
 from ..mesh import placement as make_placement
@@ -42,6 +45,7 @@ from ..sbp.vocabulary import parse
 from ..tensor import device_mesh
 from .agree import check_alike, check_same, digest_of, make_alike
 from .binding import Binding
+from .planning import Wish, make_plan
 from .reference import Reference, live_state
 from .report import Report, compare
 from .store import Store
@@ -78,16 +82,21 @@ def intercept(
 
 def graph(
     *things: Any,
-    placement: Placement | None = None,
-    plan: str | None = None,
+    placement: Placement | Literal["auto"] | None = None,
+    plan: str | Path | None = None,
+    memory: int | str | None = None,
     batch_stats: str = "global",
 ) -> Callable[[Callable], Step]:
     """Makes a step function a compiled step: captured once, planned over all devices, run as a program.
 
     Args:
         things: the modules and optimizers that the step uses.
-        placement: the devices; all ranks of the job in one line when left out.
-        plan: "data" (the default), "zero", "tensor", or one a axis as in "data x tensor".
+        placement: the devices and their grid; "auto" (the default) for all ranks of the job, in the grid that
+            suits the plan.
+        plan: "auto" (the default) for the fastest plan that a search finds; a template, "data", "zero",
+            "tensor", or one an axis as in "data x tensor"; or the `Path` of a saved plan.
+        memory: what a rank may hold at any time during a step, in bytes or as "80GB", for "auto". Left out:
+            most of an accelerator's memory, and no limit on a CPU.
         batch_stats: batch norm in training takes its statistics over the "global" batch, the same on every
             layout, or over the rows of a rank alone ("local", as DistributedDataParallel does; the running
             statistics are the ranks' mean). "local" changes the numbers with the layout, so that `verify` is
@@ -104,8 +113,12 @@ def graph(
         raise CaptureError(
             "write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone"
         )
-    if plan is not None and not isinstance(plan, str):
-        raise PlanError(f"plan={plan!r} is not a plan's name; choose data, zero, tensor or a product of them")
+    if plan is not None and not isinstance(plan, (str, Path)):
+        raise PlanError(
+            f"plan={plan!r} is no plan; choose auto, data, zero, tensor, a product of them, or a Path"
+        )
+    if placement == "auto":
+        placement = None
     if placement is not None and not isinstance(placement, Placement):
         raise PlacementError(
             f'placement={placement!r} is not a placement; write flow.placement("cpu", {placement!r})'
@@ -113,9 +126,10 @@ def graph(
     if batch_stats not in ("global", "local"):
         raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
     subject = subject_of(things)
+    limit = parse_memory(memory, "memory=") if isinstance(memory, str) else memory
 
     def decorate(function: Callable) -> Step:
-        return Step(function, subject, placement, plan, batch_stats)
+        return Step(function, subject, placement, plan, limit, batch_stats)
 
     return decorate
 
@@ -132,12 +146,14 @@ class Step:
         function: Callable,
         subject: Subject,
         placement: Placement | None,
-        plan: str | None,
+        plan: str | Path | None,
+        memory: int | None = None,
         batch_stats: str = "global",
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._subject = function, subject
-        self._placement, self._plan_name, self._batch_stats = placement, plan, batch_stats
+        self._placement, self._plan, self._batch_stats = placement, plan, batch_stats
+        self._memory = memory
         self._pins: dict[str, tuple[Sbp, ...]] = {}
         self._versions = Versions(self._name)
         self._lock = threading.RLock()
@@ -244,8 +260,8 @@ class Step:
 
     @property
     def plan_name(self) -> str | None:
-        """The plan that was asked for; None where monoflow chooses."""
-        return self._plan_name
+        """The plan, or the path of a saved one, that was asked for; None where monoflow chooses."""
+        return str(self._plan) if self._plan is not None else None
 
     @property
     def pins(self) -> Mapping[str, tuple[Sbp, ...]]:
@@ -321,17 +337,19 @@ class Step:
         world: World,
         observe: bool,
     ) -> Compiled:
+        wish = Wish(self._placement, self._plan or AUTO, self._memory, self._pins)
+        before = self._last.plan if self._last is not None else None
+
+        def host(placement: Placement) -> Host:
+            return Host(world.hosted(placement), _device(placement), self._mesh(placement, world))
+
         return compile_step(
             self._function,
             self._subject,
             args,
             kwargs,
-            placement=devices,
-            plan_name=self._plan_name or "data",
-            pins=self._pins,
-            ranks=world.hosted(devices),
-            device=_device(devices),
-            mesh=self._mesh(devices, world),
+            planner=lambda captured: make_plan(captured, wish, devices, world, before),
+            host=host,
             batch_stats=self._batch_stats,
             observe=observe,
         )
@@ -373,8 +391,6 @@ class Step:
         leaves = [
             one for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, torch.Tensor)
         ]
-        graph = {"the captured graphs": digest_of(fingerprint(compiled.plan.graph))}
-        check_same(graph, f"captured {self._name} differently", placement, rank)
         batch = dict(zip(captured.batch_names, leaves, strict=True))
         check_alike(batch | dict(compiled.plan.graph.constants), placement, rank)
         live = {name: slot.get() for name, slot in captured.slots.items()}
@@ -403,6 +419,7 @@ class Step:
         """Forgets what was compiled: it is for other modules or other pins."""
         for known in (self._versions, self._forms, self._bindings):
             known.clear()
+        self._last = None
 
     def _forget(self, compiled: Compiled) -> None:
         for form in (self._forms.pop((compiled, observe), None) for observe in (False, True)):
