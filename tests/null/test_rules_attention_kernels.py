@@ -9,7 +9,7 @@ from monoflow.sbp.layout import Split
 from monoflow.sbp.oracle import describe
 from monoflow.sbp.rules.attention_kernels import RULES
 from tests.null.rule_trial import proven, values
-from tests.rules.stand_ins import attention_as_maths
+from tests.rules.stand_ins import kernels_as_maths
 
 aten = torch.ops.aten
 CPU, CPU_BACK = (
@@ -20,7 +20,7 @@ CPU, CPU_BACK = (
 
 @pytest.fixture(autouse=True)
 def _stand_ins():
-    with attention_as_maths():
+    with kernels_as_maths():
         yield
 
 

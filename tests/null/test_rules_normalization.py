@@ -223,3 +223,15 @@ def test_weight_norm(shape, dim):
     split = ", ".join([f"S({dim})"] * 4)
     assert found == {f"{split} -> S({dim}), S({dim})", "P(sum), B, B, B -> P(sum), P(sum)"}
     same_as_expanded(RULES[backward], backward, *args)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_running_statistics_of_a_functional_batch_norm(training):
+    """In eval they come out as they went in, on ranks without a sample too."""
+    op = aten._native_batch_norm_legit_functional.default
+    one, two, mean, var = (values(3, seed=i).abs() for i in range(4))
+    found = proven(RULES[op], op, values(5, 3, 4), one, two, mean, var, training, 0.1, 1e-5)
+    saved = "S(0), S(0)" if training else "B, B"  # eval saves none
+    channels = f"S(1), S(0), S(0), S(0), S(0) -> S(1), {saved}, S(0), S(0)"
+    rows = {f"S({d}), B, B, B, B -> S({d}), B, B, B, B" for d in (0, 2)}
+    assert found == {channels} | (set() if training else rows)

@@ -1,17 +1,19 @@
-"""torch's attention kernels for other devices, in their mathematical form, to prove rules on a CPU.
+"""Kernels that a CPU has not, in their mathematical form, to prove rules of them here.
 
 A rule speaks of a signature, not of a kernel: out = softmax(q k^T scale + bias) v, with a log-sum-exp in the
-layout that the kernel has (the efficient one pads it to 32 rows).
+layout that the kernel has (the efficient attention pads it to 32 rows).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from monoflow.sbp.rules.normalization import rms_norm_backward_expand
 
 Tensor = torch.Tensor
 _PREFIX = "_scaled_dot_product_"
@@ -146,17 +148,32 @@ _STAND_INS = {
     "fused_attention_overrideable": (_overrideable, _overrideable_backward),
 }
 
+
+def _wide(name: str) -> Callable:
+    """A product whose result has a dtype of its own: of factors in that dtype."""
+    op = getattr(torch.ops.aten, name).default
+    if "add" in name:
+        return lambda c, a, b, dtype, *, beta=1, alpha=1: op(
+            c.to(dtype), a.to(dtype), b.to(dtype), beta=beta, alpha=alpha
+        )
+    return lambda a, b, dtype: op(a.to(dtype), b.to(dtype))
+
+
+_FORMS: dict[str, Callable] = {
+    **{f"{_PREFIX}{name}": forms[0] for name, forms in _STAND_INS.items()},
+    **{f"{_PREFIX}{name}_backward": forms[1] for name, forms in _STAND_INS.items()},
+    **{f"{name}.dtype": _wide(name) for name in ("mm", "bmm", "addmm", "baddbmm")},
+    "_fused_rms_norm_backward": rms_norm_backward_expand,
+}
+
 #: The ops that are proven in another form than their own: no kernel runs on a CPU.
-PROVEN_AS_MATHS = tuple(
-    f"aten.{_PREFIX}{name}{suffix}.default" for name in _STAND_INS for suffix in ("", "_backward")
-)
+PROVEN_AS_MATHS = frozenset(f"aten.{name}" if "." in name else f"aten.{name}.default" for name in _FORMS)
 
 
 @contextmanager
-def attention_as_maths() -> Iterator[None]:
+def kernels_as_maths() -> Iterator[None]:
     """While open, the kernels of other devices run on CPU tensors."""
     with torch.library._scoped_library("aten", "IMPL") as library:
-        for name, forms in _STAND_INS.items():
-            for suffix, form in zip(("", "_backward"), forms, strict=True):
-                library.impl(f"{_PREFIX}{name}{suffix}", form, "CPU")
+        for name, form in _FORMS.items():
+            library.impl(name, form, "CPU")
         yield

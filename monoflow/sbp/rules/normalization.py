@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from string import ascii_lowercase
+from typing import Any
 
 import torch
 
 from ...errors import LayoutError
-from ..layout import B, Split, canonical, fits, text
+from ..layout import B, P, Split, canonical, fits, text
 from ..registry import Forms, OpRule, aten, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature
 from .common import (
@@ -21,6 +23,7 @@ from .common import (
     empty_outputs,
     has_argument,
     named,
+    new_zeros,
     tensor_names,
     with_arguments,
 )
@@ -295,12 +298,31 @@ def _batch_signatures(backward: bool, call: OpCall, axis_size: int, forms: Forms
         group if i == 0 else channel if out is not None and out.shape == whole[1:2] else "-"
         for i, out in enumerate(call.outputs)
     ]
-    return named(call, axis_size, forms, groups, outs, linear=[("grad_out",)] if backward else ())
+    found = named(call, axis_size, forms, groups, outs, linear=[("grad_out",)] if backward else ())
+    if backward:
+        return found
+    # Statistics that come from no sample (those of eval) are the same on every rank, not parts of a sum.
+    return [replace(one, outputs=tuple(B if s == P else s for s in one.outputs)) for one in found]
 
 
 def _empty_local(call: LocalCall) -> LocalOp:
     """Kernels refuse (or divide by) empty shards: gradients are then sums of nothing, results empty."""
     return empty_outputs(call, call.args[0]) if any_empty(call) else own_op(call)
+
+
+def _functional_local(call: LocalCall) -> LocalOp:
+    """Running statistics that no sample changes are still the running statistics."""
+    if not any_empty(call):
+        return own_op(call)
+    _, args, _ = empty_outputs(call, call.args[0])
+    return empty_batch_norm, (*args, argument(call, "running_mean"), argument(call, "running_var")), {}
+
+
+def empty_batch_norm(
+    like: torch.Tensor, shapes: Sequence[Any], dtypes: Sequence[Any], mean: torch.Tensor, var: torch.Tensor
+) -> Tensors:
+    """A batch norm of no sample: empty outputs, and running statistics as they are."""
+    return *new_zeros(like, shapes[:3], dtypes[:3]), mean.clone(), var.clone()
 
 
 def _weight_norm_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
@@ -349,7 +371,7 @@ _FAMILY: dict[str, _Rule] = {
     ),
     "native_batch_norm": (partial(_batch_signatures, False), _empty_local, None),
     "_native_batch_norm_legit.no_stats": (partial(_batch_signatures, False), _empty_local, None),
-    "_native_batch_norm_legit_functional": (partial(_batch_signatures, False), _empty_local, None),
+    "_native_batch_norm_legit_functional": (partial(_batch_signatures, False), _functional_local, None),
     "native_batch_norm_backward": (partial(_batch_signatures, True), _empty_local, None),
 }  # fmt: skip
 RULES: dict[Callable, OpRule] = {

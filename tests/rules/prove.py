@@ -1,0 +1,141 @@
+"""Every signature that a rule lists for real calls is proven; what is exact and not listed is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from monoflow.sbp.oracle import describe, missing_signatures, wrong_signatures
+from monoflow.sbp.registry import OpRule
+from tests.rules.record import Sample
+
+#: Sizes of the axis for every sample; with 4 ranks the usual dim of 5 leaves one of them empty.
+AXIS_SIZES = (2, 3, 4)
+#: Samples with a larger tensor are left out: they say no more than small ones.
+MAX_ELEMENTS = 20_000
+
+_NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+@dataclasses.dataclass
+class Proof:
+    """What was found of one op: counts, each wrong signature with its problem, missing ones by their text."""
+
+    name: str
+    samples: int = 0
+    proven: int = 0
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    missing: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def add(self, other: Proof) -> None:
+        self.samples += other.samples
+        self.proven += other.proven
+        self.wrong += other.wrong
+        self.missing += other.missing
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How much is tried: samples proven in float32 too, samples searched for what is missing, and layouts
+    of one sample that the search tries."""
+
+    narrow: int
+    search: int
+    layouts: int
+
+
+def prove_samples(op: Callable, rule: OpRule, samples: Sequence[Sample], effort: Effort) -> Proof:
+    """Proves the rule on all the samples.
+
+    Samples that the op itself refuses on the whole (as torch's error inputs are, or a dtype that has no
+    kernel) are left out.
+    """
+    proof = Proof(str(op))
+    for index, sample in enumerate(samples):
+        usable = asymmetric(sample)
+        if usable is None:
+            continue
+        proof.samples += 1
+        _prove(proof, rule, usable)
+        if index < effort.narrow and (narrow := narrowed(usable)) is not None:
+            _prove(proof, rule, narrow)
+        if index < effort.search:
+            arguments = (usable.op, usable.args, usable.kwargs, rule, 2)
+            proof.missing.update(map(str, missing_signatures(*arguments, limit=effort.layouts)))
+    return proof
+
+
+def _prove(proof: Proof, rule: OpRule, sample: Sample) -> None:
+    call = describe(sample.op, sample.args, sample.kwargs)
+    for size in AXIS_SIZES:
+        wrong = wrong_signatures(sample.op, sample.args, sample.kwargs, rule, size)
+        proof.wrong += [problem for _, problem in wrong]
+        plain = [()] * len(call.inputs)
+        proof.proven += len(rule.signatures(call, size, plain)) - len(wrong)
+
+
+def asymmetric(sample: Sample) -> Sample | None:
+    """The sample with floats that repeat (all zeros, all ones) told apart, so that nothing fits by chance.
+
+    None if the op refuses the sample. Where it refuses only the changed values, or gives other NaNs for
+    them, the sample stays.
+    """
+    if any(leaf.numel() > MAX_ELEMENTS for leaf in _tensors((sample.args, sample.kwargs))):
+        return None
+    before = _outputs(sample)
+    if before is None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda one: _told_apart(one, generator), (sample.args, dict(sample.kwargs))
+    )
+    changed = dataclasses.replace(sample, args=args, kwargs=kwargs)
+    after = _outputs(changed)
+    if after is None or len(before) != len(after):
+        return sample
+    same = all(
+        a.shape == b.shape and _num_nans(a) >= _num_nans(b) for a, b in zip(before, after, strict=True)
+    )
+    return changed if same else sample
+
+
+def narrowed(sample: Sample) -> Sample | None:
+    """The sample with float32 (complex64) for float64; None if there is none, or the op refuses it."""
+    tree = (sample.args, dict(sample.kwargs))
+    if not any(leaf.dtype in _NARROWER for leaf in _tensors(tree)):
+        return None
+    tree = pytree.tree_map_only(torch.Tensor, lambda one: one.to(_NARROWER.get(one.dtype, one.dtype)), tree)
+    args, kwargs = pytree.tree_map_only(torch.dtype, lambda one: _NARROWER.get(one, one), tree)
+    narrow = dataclasses.replace(sample, args=args, kwargs=kwargs)
+    return None if _outputs(narrow) is None else narrow
+
+
+def _told_apart(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if not tensor.dtype.is_floating_point or tensor.numel() < 2:
+        return tensor
+    if len(tensor.unique()) > tensor.numel() // 2:
+        return tensor
+    factor = torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
+    return (tensor + 0.2 * factor * torch.where(tensor == 0, torch.ones(()), tensor.abs())).to(tensor.dtype)
+
+
+def _outputs(sample: Sample) -> list[torch.Tensor] | None:
+    """What the op gives; None if it refuses the sample or changes its arguments."""
+    try:
+        describe(sample.op, sample.args, sample.kwargs)
+        return _tensors(sample.op(*sample.args, **sample.kwargs))
+    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+        return None
+
+
+def _num_nans(tensor: torch.Tensor) -> int:
+    return int(tensor.isnan().sum()) if tensor.is_floating_point() or tensor.is_complex() else 0
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
