@@ -60,9 +60,22 @@ def local_op(
     return (_RESHAPES.get(target, target), args, kwargs), outputs  # type: ignore[return-value]
 
 
+def update(op: Any, *lists: Any, **kwargs: Any) -> Any:
+    """Runs a fused update on contiguous tensors.
+
+    torch's CPU kernels walk all lists as if they had the parameter's strides; a gradient that was moved in one
+    layout and transposed afterwards has others.
+    """
+    return op(*pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, lists), **kwargs)
+
+
 def update_in_place(op: Any, *lists: Any, **kwargs: Any) -> tuple[list[torch.Tensor], ...]:
-    """Runs an in-place fused update and returns its lists, as the functional form would."""
-    op(*lists, **kwargs)
+    """Runs an in-place fused update and returns its lists, as the functional form would; see `update`."""
+    used = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, lists)
+    op(*used, **kwargs)
+    for given, own in zip(pytree.tree_leaves(lists), pytree.tree_leaves(used), strict=True):
+        if given is not own:
+            given.copy_(own)
     return lists
 
 
