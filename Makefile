@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check venv format clean
+.PHONY: demo test test-rules check venv format clean
 
 venv: $(STAMP)
 
@@ -21,6 +21,10 @@ demo: $(STAMP)
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Every rule on every sample of torch's own, in minutes; `make test` proves a slice of it.
+test-rules: $(STAMP)
+	$(BIN)/python -m tests.rules
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

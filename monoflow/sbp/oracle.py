@@ -154,14 +154,14 @@ def missing_signatures(
 ) -> list[Signature]:
     """Exact signatures made of plain S(dim), B and P(sum) that `rule` does not list.
 
-    Index tensors are cut but never partial, and dims of one element are not split. The op is run on shards
-    as it is, and in the rule's local form. At most `limit` layouts of the inputs are tried (and `limit`
-    layouts of all for a local form), those with fewest split inputs first.
+    Index tensors, masks, and what the op reads only the shape of are cut but never partial, and dims of one
+    element are not split. The op is run on shards as it is, and in the rule's local form. At most `limit`
+    layouts of the inputs are tried (and `limit` layouts of all for a local form), those with fewest split
+    inputs first.
     """
     trial = _trial(op, args, kwargs)
     known = set(listed(trial.call, rule, axis_size, None))
-    floating = any(map(_is_float, trial.tensors))
-    options = [_plain_layouts(t.shape, not floating or _is_float(t)) for t in trial.tensors]
+    options = [_plain_layouts(t.shape, _adds(trial, i)) for i, t in enumerate(trial.tensors)]
     combinations = sorted(itertools.product(*options), key=lambda sbps: sum(one != B for one in sbps))
     found: dict[Signature, None] = {}
     for inputs in itertools.islice(combinations, limit):
@@ -373,6 +373,21 @@ def _is_exact(trial: _Trial, signature: Signature, axis_size: int, rule: OpRule)
     except WrongRule:
         return False
     return True
+
+
+def _adds(trial: _Trial, index: int) -> bool:
+    """Whether one input can be a sum of parts: its values are no mask and no index, and the op reads them."""
+    given = trial.tensors[index]
+    if given.dtype == torch.bool or (not _is_float(given) and any(map(_is_float, trial.tensors))):
+        return False
+    other = distribute(given, (P,), (2,), torch.Generator().manual_seed(2))[(0,)]
+    values = [other if i == index else one for i, one in enumerate(trial.tensors)]
+    try:
+        results = _run_own(trial, values)
+    except Exception:
+        return True
+    pairs = zip(results, trial.whole, strict=True)
+    return not all(a is b or (a is not None and b is not None and _same(a, b)) for a, b in pairs)
 
 
 def _exact_as_it_is(trial: _Trial, inputs: Sequence[Sbp], axis_size: int) -> list[Signature]:

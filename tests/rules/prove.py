@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,63 +20,90 @@ AXIS_SIZES = (2, 3, 4)
 MAX_ELEMENTS = 20_000
 
 _NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+_REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 
 
 @dataclasses.dataclass
 class Proof:
-    """What was found of one op: counts, each wrong signature with its problem, missing ones by their text."""
+    """What was found of one op: counts, each wrong signature with its problem, missing ones by their text.
+
+    Attributes:
+        searched: samples in which missing signatures were looked for.
+    """
 
     name: str
     samples: int = 0
     proven: int = 0
+    searched: int = 0
     wrong: list[str] = dataclasses.field(default_factory=list)
     missing: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def add(self, other: Proof) -> None:
         self.samples += other.samples
         self.proven += other.proven
+        self.searched += other.searched
         self.wrong += other.wrong
         self.missing += other.missing
 
-
-@dataclasses.dataclass(frozen=True)
-class Effort:
-    """How much is tried: samples proven in float32 too, samples searched for what is missing, and layouts
-    of one sample that the search tries."""
-
-    narrow: int
-    search: int
-    layouts: int
+    def surely_missing(self) -> list[str]:
+        """Signatures that were exact in most samples, not by the chance of one."""
+        return sorted(text for text, count in self.missing.items() if 2 * count > self.searched)
 
 
-def prove_samples(op: Callable, rule: OpRule, samples: Sequence[Sample], effort: Effort) -> Proof:
-    """Proves the rule on all the samples.
+def prove_samples(
+    rule: OpRule, samples: Sequence[Sample], num_narrow: int, axis_sizes: Sequence[int] = AXIS_SIZES
+) -> Proof:
+    """Proves the rule on all the samples, on the first `num_narrow` in float32 too.
 
     Samples that the op itself refuses on the whole (as torch's error inputs are, or a dtype that has no
-    kernel) are left out.
+    kernel), or in which it changes an argument, are left out.
     """
-    proof = Proof(str(op))
+    proof = Proof(str(samples[0].op))
     for index, sample in enumerate(samples):
         usable = asymmetric(sample)
         if usable is None:
             continue
         proof.samples += 1
-        _prove(proof, rule, usable)
-        if index < effort.narrow and (narrow := narrowed(usable)) is not None:
-            _prove(proof, rule, narrow)
-        if index < effort.search:
-            arguments = (usable.op, usable.args, usable.kwargs, rule, 2)
-            proof.missing.update(map(str, missing_signatures(*arguments, limit=effort.layouts)))
+        _prove(proof, rule, usable, axis_sizes)
+        if index < num_narrow and (narrow := narrowed(usable)) is not None:
+            _prove(proof, rule, narrow, axis_sizes)
     return proof
 
 
-def _prove(proof: Proof, rule: OpRule, sample: Sample) -> None:
+def _prove(proof: Proof, rule: OpRule, sample: Sample, axis_sizes: Sequence[int]) -> None:
     call = describe(sample.op, sample.args, sample.kwargs)
-    for size in AXIS_SIZES:
+    for size in axis_sizes:
         wrong = wrong_signatures(sample.op, sample.args, sample.kwargs, rule, size)
         proof.wrong += [problem for _, problem in wrong]
         plain = [()] * len(call.inputs)
         proof.proven += len(rule.signatures(call, size, plain)) - len(wrong)
+
+
+def search_samples(rule: OpRule, samples: Sequence[Sample], num_samples: int, num_layouts: int) -> Proof:
+    """Looks for exact signatures that the rule does not list, in the first samples that tell.
+
+    Args:
+        num_layouts: how many layouts of one sample are tried.
+    """
+    proof = Proof(str(samples[0].op))
+    for sample in samples:
+        if proof.searched == num_samples:
+            break
+        usable = asymmetric(sample) if _tells(sample) else None
+        if usable is not None:
+            arguments = (usable.op, usable.args, usable.kwargs, rule, 2)
+            proof.missing.update(map(str, missing_signatures(*arguments, limit=num_layouts)))
+            proof.searched += 1
+    return proof
+
+
+def _tells(sample: Sample) -> bool:
+    """Whether little can be exact by chance: no empty tensor or dim of one element, results that vary."""
+    given = _tensors((sample.args, sample.kwargs))
+    results = _outputs(sample)
+    if results is None or any(extent < 2 for one in given for extent in one.shape):
+        return False
+    return all(_num_nans(one) == 0 and (one.numel() < 2 or len(one.unique()) > 1) for one in results)
 
 
 def asymmetric(sample: Sample) -> Sample | None:
@@ -129,7 +156,7 @@ def _outputs(sample: Sample) -> list[torch.Tensor] | None:
     try:
         describe(sample.op, sample.args, sample.kwargs)
         return _tensors(sample.op(*sample.args, **sample.kwargs))
-    except (RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+    except _REFUSALS:
         return None
 
 

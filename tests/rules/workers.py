@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -14,9 +15,9 @@ _CONTEXT = multiprocessing.get_context("fork")
 
 
 class Died(NamedTuple):
-    """What is returned for a task whose process ended before its result."""
+    """What is returned for a task that raised, or whose process ended before its result."""
 
-    exitcode: int | None
+    why: str
 
 
 class _Worker(NamedTuple):
@@ -43,7 +44,7 @@ def run_all(
                 idle.append(worker)
             except EOFError:
                 worker.process.join()
-                result = Died(worker.process.exitcode)
+                result = Died(f"its process ended with status {worker.process.exitcode}")
                 idle.append(_start(function))
             yield task, result
     for worker in idle:
@@ -62,4 +63,8 @@ def _start(function: Callable[[Any], Any]) -> _Worker:
 def _work(function: Callable[[Any], Any], pipe: Connection) -> None:
     torch.set_num_threads(1)
     while (task := pipe.recv()) is not None:
-        pipe.send(function(task))
+        try:
+            result = function(task)
+        except Exception:
+            result = Died(traceback.format_exc())
+        pipe.send(result)
