@@ -8,26 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import fx
 
 from ..graph.step_graph import Role
 from .facts import may_share_memory
+from .order import IN_PLACE
 from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
-
-aten = torch.ops.aten
-
-#: Functional fused updates and their in-place forms.
-IN_PLACE: Mapping[Any, Any] = {
-    getattr(getattr(aten, name), overload): getattr(getattr(aten, f"{name}_"), overload)
-    for name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad")
-    if hasattr(aten, name)
-    for overload in ("default", "tensor_lr")
-    if overload in getattr(aten, name).overloads() and overload in getattr(aten, f"{name}_").overloads()
-}
 
 
 @dataclass(frozen=True)

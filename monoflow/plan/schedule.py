@@ -10,9 +10,10 @@ from torch import fx
 
 from ..boxing.route import LOCAL_KINDS, Move, Route, route
 from ..graph.step_graph import Output, Phase, Role, is_getitem, source_of
-from ..sbp.layout import NdSbp
+from ..sbp.layout import NdSbp, Partial, Split
 from ..sbp.signature import TensorMeta
 from .facts import Facts, facts_of
+from .order import ordered
 from .plan import Plan
 
 
@@ -63,7 +64,7 @@ class Schedule:
 
 
 def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> Schedule:
-    """Orders a plan; moves come right before what first needs them.
+    """Orders a plan; moves come right before what first needs them, reductions right after what they reduce.
 
     Args:
         observe: also compute the observed outputs (gradients as the optimizer sees them).
@@ -76,7 +77,9 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
     nodes = [node for node in plan.graph.calls() if not is_getitem(node) and node in needed]
     for node in nodes:
         maker.expect(node)
-    for node in nodes:
+    for one in wanted:
+        maker.given_out.setdefault(source_of(results[one.name]), []).append(plan.outputs[one.name])
+    for node in ordered(nodes, maker.facts):
         maker.add(node)
     outputs = tuple(
         (one, maker.moved(source_of(results[one.name]), plan.outputs[one.name], Phase.UPDATE))
@@ -102,6 +105,7 @@ class _Maker:
         self.copies: dict[tuple[fx.Node, int, str], list[LaidOut]] = {}
         self.routes: dict[tuple[NdSbp, NdSbp, TensorMeta], Route] = {}
         self.expected: dict[tuple[fx.Node, int, str], dict[NdSbp, None]] = {}
+        self.given_out: dict[tuple[fx.Node, int], list[NdSbp]] = {}
         names = {node: name for name, node in plan.graph.placeholders.items()}
         roles = plan.graph.input_of
         self.params = {node for node, name in names.items() if roles[name].role is Role.PARAM}
@@ -134,6 +138,28 @@ class _Maker:
         )
         outputs = tuple(LaidOut(node, i, layout) for i, layout in enumerate(self.layouts[node]))
         self.items.append(Op(node, inputs, outputs, phase))
+        for value in outputs:
+            self._reduce(value, phase)
+
+    def _reduce(self, value: LaidOut, phase: Phase) -> None:
+        """Reduces at once what nobody reads as a partial, unless that takes more memory.
+
+        A gradient that is stored in parts, say, would else be held whole on every rank up to its update.
+        """
+        if not any(isinstance(one, Partial) for one in value.layout):
+            return
+        source = value.node, value.index
+        wanted = [*self.expected.get((*source, ""), ()), *self.given_out.get(source, ())]
+        if wanted and value.layout not in wanted and self._is_reduced(value, wanted[0]):
+            self.moved(source, wanted[0], phase)
+
+    def _is_reduced(self, value: LaidOut, wanted: NdSbp) -> bool:
+        """Whether a layout is no partial, and splits along every axis along which the value is split."""
+        pairs = zip(value.layout, wanted, strict=True)
+        return all(
+            not isinstance(then, Partial) and (isinstance(then, Split) or not isinstance(now, Split))
+            for now, then in pairs
+        )
 
     def moved(self, value: tuple[fx.Node, int], wanted: NdSbp, phase: Phase) -> LaidOut:
         """The value in the layout that is wanted, moved there if it is not yet."""
