@@ -130,3 +130,62 @@ def test_absent_outputs_and_metas() -> None:
 def test_changing_an_input_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"changed its inputs \[0\]"):
         describe(aten.add_.Scalar, (torch.ones(2), 1), {})
+
+
+DTYPES_OF_ALL_WIDTHS = [torch.float64, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES_OF_ALL_WIDTHS)
+@pytest.mark.parametrize("axis_size", [2, 3, 4])
+def test_sums_that_cancel_are_rounding(dtype: torch.dtype, axis_size: int) -> None:
+    """What is left of large values is noise in whatever order they are added."""
+    x = torch.randn(40, 3).to(dtype)
+    x = torch.cat([x, -x])[torch.randperm(80)]
+    prove(aten.sum.dim_IntList, (x, [0]), {}, Signature((S(0),), (P,)), axis_size)
+    prove(aten.sum.dim_IntList, (x, [0]), {}, Signature((P,), (P,)), axis_size)
+
+
+def test_parts_of_a_narrow_sum_may_be_widened() -> None:
+    """bfloat16 parts round before they are float32: what they add up to is right to bfloat16."""
+    x = torch.randn(30).bfloat16()
+    prove(aten._to_copy.default, (x,), {"dtype": torch.float32}, Signature((P,), (P,)), 3)
+
+
+@pytest.mark.parametrize("factor", [1e-12, 1e-20, 1e12])
+@pytest.mark.parametrize("dtype", DTYPES_OF_ALL_WIDTHS)
+def test_a_result_that_is_small_beside_its_inputs_is_still_looked_at(
+    factor: float, dtype: torch.dtype
+) -> None:
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * factor
+
+    x = torch.randn(5, 3).to(dtype)
+    prove(op, (x,), {}, Signature((S(0),), (S(0),)), 2)
+    for wrong in (Signature((P,), (P,)), Signature((B,), (P,))):
+        with pytest.raises(WrongRule, match="elements differ"):
+            prove(op, (x,), {}, wrong, 2)
+
+
+def test_values_in_several_magnitudes_are_added_in_their_own() -> None:
+    whole = torch.randn(20, dtype=torch.float64) * 1e-18
+    held = distribute(whole, (P,), (2,), torch.Generator().manual_seed(0))
+    assert 1e-19 < held[(0,)].abs().max() < 1e-16
+    torch.testing.assert_close(held[(0,)] + held[(1,)], whole, rtol=1e-12, atol=0)
+
+
+def test_what_is_not_read_is_not_called_partial() -> None:
+    """new_zeros looks at no value, so parts of a sum would be exact and mean nothing."""
+    none = OpRule(lambda call, n, forms: [])
+    missing = missing_signatures(aten.new_zeros.default, (torch.randn(4, 3), [2]), {}, none, 2)
+    assert all(P not in one.inputs for one in missing)
+    mask = torch.randn(4, 3) > 0
+    missing = missing_signatures(aten.where.self, (mask, torch.randn(4, 3), torch.randn(4, 3)), {}, none, 2)
+    assert Signature((B, P, P), (P,)) in missing and Signature((S(0), S(0), S(0)), (S(0),)) in missing
+    assert all(one.inputs[0] != P for one in missing)
+
+
+def test_small_integers_have_bounds_within_their_range() -> None:
+    whole = torch.tensor([0, 1, 254, 255] * 10, dtype=torch.uint8)
+    for op in ("max", "min"):
+        held = distribute(whole, (Partial(op),), (3,), torch.Generator().manual_seed(0))
+        assert torch.equal(reduce([held[(i,)] for i in range(3)], op), whole)

@@ -18,6 +18,9 @@ from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+#: Calls with a larger tensor are left out: they say no more than small ones.
+MAX_ELEMENTS = 20_000
+
 #: Samples that are skipped with their reason: they are of no op that a graph can hold.
 _SKIPPED = {
     "jiterator": "compiles CUDA source",
@@ -54,7 +57,9 @@ class Recorder(TorchDispatchMode):
         known = self.samples.setdefault(op, {})
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if len(known) >= self._limit or any(map(_is_unusual, tensors)):
+        if len(known) >= self._limit or any(
+            _is_unusual(one) or one.numel() > MAX_ELEMENTS for one in tensors
+        ):
             return
         key = repr(pytree.tree_map_only(torch.Tensor, _look, (args, dict(kwargs))))
         if key not in known:
