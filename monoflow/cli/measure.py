@@ -52,6 +52,7 @@ class Extent:
     probes: Sequence[Probe] = PROBES
     sizes: Sequence[int] = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23)
     budget: float = 0.05
+    spread: int = 1 << 26
 
 
 class Progress(NamedTuple):
@@ -85,14 +86,13 @@ def measure(device_type: str, extent: Extent | None = None) -> Calibration:
     """Measures this rank together with the others, which all call it; every rank gets the same."""
     extent = extent or Extent()
     setting = Setting.here(device_type, dist.get_world_size() if dist.is_initialized() else 1)
-    timing = Timing.of(setting, extent.budget)
+    timing = Timing.of(setting, extent.budget, extent.spread)
     points = [point for probe in extent.probes for point in probe.points(timing.device)]
     groups = [n for n in range(2, setting.num_ranks + 1) if setting.num_ranks % n == 0]
     total = len(points) + len(groups)
     curves: dict[str, dict[float, float]] = {}
-    for done, point in enumerate(points):
-        _tell(done, total, f"{point.key} of {point.size}")
-        amount, seconds = timing.point(point)
+    found = timing.points(points, lambda i: _tell(i, total, f"{points[i].key} of {points[i].size}"))
+    for point, (amount, seconds) in zip(points, found, strict=True):
         curves.setdefault(point.key, {})[amount] = seconds
     links: dict[int, LinkCost] = {}
     for done, size in enumerate(groups, len(points)):

@@ -183,5 +183,7 @@ PROBES: tuple[Probe, ...] = (
         keywords={"dtype": torch.float32},
     ),
     Probe(aten._fused_adamw_.default, _update, _ELEMENTS, _MANY_ELEMENTS, keywords=_ADAMW),
-    Probe(aten.sort.default, lambda n, t, d: (torch.rand(n, device=d),), _FEW_ELEMENTS, _MANY_ELEMENTS),
+    Probe(
+        aten.sort.default, lambda n, t, d: (torch.rand(n, device=d),), (64, 4 * _KB, 64 * _KB), _MANY_ELEMENTS
+    ),
 )

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -16,13 +17,41 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..plan.calibration import Setting
+from ..plan.op_class import OpClass
 from .probes import Point
 
 _LEAST = 3  # samples of a point
+_APART = 7
+_SHORT = 1e-4  # seconds of a call that is timed in turn with others
 _MOST = 40  # samples of a collective
 _AHEAD = 4  # results that are kept, so that memory is taken as in a step and not handed back at once
-_SPREAD = 1 << 27  # bytes of arguments to take turns with, so that they are not all in the cache
-_MOST_ARGUMENTS = 64
+_MOST_ARGUMENTS, _FEW = 64, 4
+
+
+class _Call:
+    """A point's call with arguments to take turns with."""
+
+    def __init__(self, point: Point, spread: int) -> None:
+        first = point.arguments()
+        self.amount = point.amount(first, point.run(first))
+        num_bytes = sum(x.numel() * x.dtype.itemsize for x in _tensors(first))
+        copies = min(_MOST_ARGUMENTS, spread // max(1, num_bytes))
+        self.kind = point.kind
+        self._point = point
+        self._arguments = [first, *(point.arguments() for _ in range(copies - 1))]
+        self._kept: deque[Any] = deque(maxlen=_AHEAD)
+        self._next = 0
+
+    def __call__(self, count: int) -> None:
+        for _ in range(count):
+            self._kept.append(self._point.run(self._arguments[self._next]))
+            self._next = (self._next + 1) % len(self._arguments)
+
+    def keep(self, count: int) -> None:
+        """Gives the memory of all but the first arguments back."""
+        del self._arguments[count:]
+        self._kept.clear()
+        self._next = 0
 
 
 @dataclass(frozen=True)
@@ -33,35 +62,62 @@ class Timing:
         device: where they run.
         typical: what to take of several samples.
         budget: seconds spent on a point.
+        spread: bytes of arguments to take turns with, so that they are not all in the cache.
     """
 
     device: torch.device
     typical: Callable[[Sequence[float]], float]
     budget: float
+    spread: int
 
     @staticmethod
-    def of(setting: Setting, budget: float) -> Timing:
+    def of(setting: Setting, budget: float, spread: int) -> Timing:
         """Takes the least of several samples, as other programs only add to them; but where ranks have to
         take turns on the cores, waiting is part of it, and the median is taken.
         """
         takes_turns = setting.num_ranks * setting.num_threads > (os.cpu_count() or 1)
-        return Timing(torch.device(setting.device_type), statistics.median if takes_turns else min, budget)
+        return Timing(
+            torch.device(setting.device_type), statistics.median if takes_turns else min, budget, spread
+        )
 
-    def point(self, point: Point) -> tuple[float, float]:
-        """The amount of a call and its seconds, while every other rank makes the same one."""
-        arguments = [point.arguments()]
-        num_bytes = sum(x.numel() * x.dtype.itemsize for x in _tensors(arguments))
-        copies = min(_MOST_ARGUMENTS, _SPREAD // max(1, num_bytes))
-        arguments += [point.arguments() for _ in range(copies - 1)]
-        amount = point.amount(arguments[0], point.run(arguments[0]))
-        kept: deque[Any] = deque(maxlen=_AHEAD)
+    def points(self, points: Sequence[Point], tell: Callable[[int], None]) -> list[tuple[float, float]]:
+        """The amount and the seconds of every call, while every other rank makes the same one.
 
-        def call(count: int) -> None:
-            for i in range(count):
-                kept.append(point.run(arguments[i % len(arguments)]))
+        Args:
+            tell: is told the number of the point that comes next.
+        """
+        calls, seconds = [], []
+        for number, point in enumerate(points):
+            tell(number)
+            call = _Call(point, self.spread)
+            meet()
+            calls.append(call)
+            seconds.append(self.typical(self._sampled(call)))
+            call.keep(_FEW if seconds[-1] <= _SHORT else 0)
+        if self.device.type == "cpu":
+            short = [i for i, one in enumerate(seconds) if one <= _SHORT]
+            meet()
+            for i, samples in zip(short, self._in_turn([calls[i] for i in short]), strict=True):
+                if samples and calls[i].kind is not OpClass.FREE:  # views do come in rows
+                    seconds[i] = statistics.median(samples)
+        return [(c.amount, mean(one, self.device)) for c, one in zip(calls, seconds, strict=True)]
 
-        meet()
-        return amount, mean(self.typical(self._sampled(call)), self.device)
+    def _in_turn(self, calls: Sequence[_Call]) -> list[list[float]]:
+        """Seconds of short calls that do not follow themselves.
+
+        As in a step, where a call finds the caches full of what ran before, which doubles what it takes; and
+        as there, every other call is a view or plain arithmetic.
+        """
+        samples: list[list[float]] = [[] for _ in calls]
+        common = [i for i, call in enumerate(calls) if call.kind in (OpClass.FREE, OpClass.STREAM)]
+        others = [i for i in range(len(calls)) if i not in common]
+        apart = [i for start in range(_APART) for i in others[start::_APART]]  # not one op's sizes in a row
+        turns = cycle(common)
+        for _ in range(max(_LEAST, int(self.budget / _SHORT))):
+            for i in apart:
+                for one in (i, *islice(turns, 1)):
+                    samples[one].append(self._timed(calls[one], 1))
+        return samples
 
     def collective(self, call: Callable[[], Any]) -> float:
         """The seconds of a call that every rank makes: as long as the slowest of them takes."""

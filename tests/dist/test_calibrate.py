@@ -24,6 +24,7 @@ SHORT = Extent(
     probes=[probe for probe in PROBES if probe.op in (aten.add.Tensor, aten.mm.default)],
     sizes=(1 << 10, 1 << 14),
     budget=1e-3,
+    spread=1 << 20,
 )
 
 
@@ -48,7 +49,7 @@ def test_ranks_measure_together_and_agree(run_ranks: RunRanks, tmp_path: Path) -
 
 
 def test_one_rank_measures_every_class() -> None:
-    found = measure("cpu", Extent(budget=1e-4))
+    found = measure("cpu", Extent(budget=1e-4, spread=1 << 16))
     assert found.links == {}
     kinds = {key.partition("/")[0] for key in found.device.curves}
     assert kinds == set(OpClass)
