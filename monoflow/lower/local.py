@@ -63,8 +63,8 @@ def local_op(
 def update(op: Any, *lists: Any, **kwargs: Any) -> Any:
     """Runs a fused update on contiguous tensors.
 
-    torch's CPU kernels walk all lists as if they had the parameter's strides; a gradient that was moved in one
-    layout and transposed afterwards has others.
+    torch's CPU kernels walk all lists as if they had the parameter's strides; a gradient that was moved in
+    one layout and transposed afterwards has others.
     """
     return op(*pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, lists), **kwargs)
 

@@ -17,11 +17,13 @@ from ..boxing.route import Move
 from ..graph.step_graph import Phase, Role
 from ..sbp.layout import NdSbp, Split, local_shape
 from ..sbp.signature import TensorMeta
-from .donate import IN_PLACE, donations
+from .donate import donations
 from .facts import Facts, facts_of
+from .order import IN_PLACE
 from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
-from .workspace import Metas, is_contiguous, move_workspace, op_workspace
+from .strides import Strides
+from .workspace import Metas, move_workspace, op_workspace
 
 #: What bytes are held for, in the order of a timeline's columns.
 CATEGORIES = (
@@ -120,7 +122,7 @@ class Walk:
         self.on_cpu = plan.placement.device_type == "cpu"
         self.in_place = donations(plan, made, [[item] for item in made.items]).nodes
         self.gradients = _gradients(plan, made)
-        self.moved: set[LaidOut] = set()
+        self.strides = Strides()
         self.storage_of: dict[LaidOut, int] = {}
         self.sizes: list[int] = []
         self.categories: list[int] = []
@@ -159,8 +161,7 @@ class Walk:
                 self.last[-1] = position
         for value in reads:
             self.last[self.storage_of[value]] = position
-        if isinstance(item, Box) and item.target not in shared:
-            self.moved.add(item.target)
+        self.strides.note(item, shared)
 
     def _regrade(self, storage: int) -> None:
         """A gradient may be a view of what was computed for it."""
@@ -180,7 +181,8 @@ class Walk:
         if isinstance(item, Op) and item.node in self.in_place:
             yield from zip(item.outputs, item.inputs, strict=False)
         elif isinstance(item, Op):
-            if self.shapes.facts[item.node].is_view and item.inputs:
+            is_view = self.shapes.facts[item.node].is_view and bool(item.inputs)
+            if is_view and not self.strides.is_copied(item):
                 yield from ((value, item.inputs[0]) for value in item.outputs)
         elif item.is_local and not self._is_copied(item):
             yield item.target, item.source
@@ -196,11 +198,7 @@ class Walk:
             partial = move.target[move.axis]
             is_first = not self.shapes.is_any and self.shapes.coordinate[move.axis] == 0
             return getattr(partial, "op", "") == "sum" and not is_first
-        return _is_strided(move, self.shapes) or not self._is_plain(box.source)
-
-    def _is_plain(self, value: LaidOut) -> bool:
-        """Whether a value is contiguous: as it was captured, or because a move made it."""
-        return value in self.moved or is_contiguous(value)
+        return _is_strided(move, self.shapes) or not self.strides.is_contiguous(box.source)
 
     def _category(self, item: Op | Box, value: LaidOut, number: int) -> int:
         if (value.node, value.index) in self.gradients and item.phase in (Phase.BACKWARD, Phase.UPDATE):
@@ -213,10 +211,15 @@ class Walk:
 
     def _workspace(self, item: Op | Box, inputs: Metas, outputs: Metas) -> int:
         if isinstance(item, Op):
+            if item.node.target in IN_PLACE:  # runs on contiguous tensors: see lower.local.update
+                pairs = zip(item.inputs, inputs, strict=True)
+                return sum(
+                    meta.num_bytes for value, meta in pairs if meta and not self.strides.is_contiguous(value)
+                )
             return op_workspace(item, self.shapes.facts[item.node].kind, inputs, outputs, self.on_cpu)
         (source,), (target,) = inputs, outputs
         assert source is not None and target is not None
-        plain = self._is_plain(item.source)
+        plain = self.strides.is_contiguous(item.source)
         return move_workspace(item.move, source, target, self.shapes.coordinate, plain, self.on_cpu)
 
     def swept(self) -> Timeline:

@@ -20,13 +20,14 @@ from ..sbp.layout import Broadcast, NdSbp, Partial, Sbp, Split, text
 from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
 from ..sbp.signature import Signature
+from .cost import Curve, Device, Machine
 from .rewrites import Rewrite, rewritten
 
 if TYPE_CHECKING:
     from .predict import Prediction
 
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Plan:
         inputs: how every input is stored, by input name.
         outputs: how every output is handed out, by output name.
         unruled: ops that run replicated for want of a rule: node name -> bytes of their inputs and outputs.
-        links: what moves along every axis cost, where that was known: it decides between routes.
+        machine: what it was planned for: links decide between routes. None for no machine in particular.
         captured: the fingerprint of the graph as it was captured, before `rewrites`.
         rewrites: what was done to the captured graph for this plan, in order.
         search: what the search for this plan says of it; None for a template's.
@@ -72,11 +73,16 @@ class Plan:
     inputs: Mapping[str, NdSbp]
     outputs: Mapping[str, NdSbp]
     unruled: Mapping[str, int]
-    links: tuple[LinkCost, ...] | None = None
+    machine: Machine | None = None
     captured: str = ""
     rewrites: tuple[Rewrite, ...] = ()
     search: Search | None = None
     predicted: Prediction | None = None
+
+    @property
+    def links(self) -> tuple[LinkCost, ...] | None:
+        """What moves cost, per axis; None where that is not known."""
+        return self.machine.links if self.machine is not None else None
 
     def layouts(self, node: fx.Node) -> tuple[NdSbp, ...]:
         """The nd-SBP of every tensor output of a node."""
@@ -136,7 +142,7 @@ class Plan:
             "inputs": {name: _list(one) for name, one in self.inputs.items()},
             "outputs": {name: _list(one) for name, one in self.outputs.items()},
             "unruled": dict(self.unruled),
-            "links": None if self.links is None else [list(one) for one in self.links],
+            "machine": None if self.machine is None else asdict(self.machine),
             "rewrites": [[kind, list(names)] for kind, names in self.rewrites],
             "search": None if self.search is None else asdict(self.search),
         }
@@ -193,7 +199,7 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
         {name: _tuple(one) for name, one in data["inputs"].items()},
         {name: _tuple(one) for name, one in data["outputs"].items()},
         data["unruled"],
-        None if data["links"] is None else tuple(LinkCost(*one) for one in data["links"]),
+        _machine(data["machine"]),
         data["graph"],
         rewrites,
         None
@@ -202,6 +208,14 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
             search["bound"], search["gap"], {k: tuple(v) for k, v in search["tried"].items()}, search["limit"]
         ),
     )
+
+
+def _machine(data: Mapping[str, Any] | None) -> Machine | None:
+    if data is None:
+        return None
+    device = data["device"]
+    curves = {key: Curve(tuple(map(tuple, one["points"]))) for key, one in device["curves"].items()}
+    return Machine(Device(**{**device, "curves": curves}), tuple(LinkCost(*one) for one in data["links"]))
 
 
 def fingerprint(graph: StepGraph) -> str:

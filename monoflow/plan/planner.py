@@ -56,7 +56,7 @@ def plan_step(
     machine = (machine or REFERENCE).on(placement.num_axes)
     pins = pins or {}
     if name != AUTO:
-        made = replace(_by_template(graph, placement, name, pins, rules), links=machine.links)
+        made = replace(_by_template(graph, placement, name, pins, rules), machine=machine)
         return replace(made, predicted=predict(made, machine))
     return search(graph, placement, machine, pins, rules, limit)
 

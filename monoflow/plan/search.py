@@ -107,7 +107,7 @@ class Space:
             inputs,
             outputs,
             unruled,
-            self.machine.links,
+            self.machine,
             fingerprint(self.captured),
             self.rewrites + again,
         )

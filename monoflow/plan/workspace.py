@@ -10,13 +10,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..boxing.route import Move
 from ..sbp.layout import Partial, Split, local_dim
 from ..sbp.signature import TensorMeta
 from .op_class import OpClass
-from .schedule import LaidOut, Op
+from .schedule import Op
+from .strides import captured_contiguous
 
 Metas = Sequence[TensorMeta | None]
 
@@ -100,7 +100,9 @@ def _attention(item: Op, inputs: Metas, outputs: Metas) -> int:
         each += 2 * rows * columns
     # The kernel's result follows the query's layout; ours has the heads inside.
     copies = (
-        sum(meta.num_bytes for meta in outputs if meta is not None) if is_contiguous(item.inputs[0]) else 0
+        sum(meta.num_bytes for meta in outputs if meta is not None)
+        if captured_contiguous(item.inputs[0])
+        else 0
     )
     return max(_THREADS * each, copies)
 
@@ -116,12 +118,6 @@ def _attention_backward(inputs: Metas) -> int:
         each += 4 * rows * columns + 4 * (columns + rows) * width
     rest = 4 * (query.numel // max(width, 1))
     return 2 * query.num_bytes + rest + _THREADS * each
-
-
-def is_contiguous(value: LaidOut) -> bool:
-    """Whether the captured tensor was contiguous; what a collective gives always is."""
-    captured = pytree.tree_leaves(value.node.meta["val"])[value.index]
-    return captured.is_contiguous()
 
 
 def _namespace(item: Op) -> str:
