@@ -18,20 +18,41 @@ from .step_graph import StepGraph, info_of
 Pass = Callable[[StepGraph], StepGraph]
 
 
+def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: dict[str, Any], name: str) -> fx.Node:
+    """Adds a node, called `name` or like it."""
+    # Given at once, fx would look through all arguments for symbolic sizes first: most of what a node costs.
+    node = graph.create_node("call_function", target, name=name)
+    node.args = tuple(args)
+    if kwargs:
+        node.kwargs = kwargs
+    return node
+
+
 def copied(graph: StepGraph) -> fx.Graph:
     """A copy of the fx graph, free to edit. Node names and metadata are kept."""
     new = fx.Graph()
-    results: Any = new.graph_copy(graph.graph, {}, return_output_node=True)
-    value, old_output = results
-    new.output(value).meta.update(old_output.meta)
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)  # type: ignore[misc]
+        if node.op == "call_function":
+            copy = add_call(new, node.target, args, kwargs, node.name)
+        else:
+            copy = new.create_node(node.op, node.target, args, kwargs, node.name)
+        copy.meta = dict(node.meta)
+        copies[node] = copy
     return new
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erases the nodes of a functional graph that lead to no output, placeholders excepted."""
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
 
 
 def finished(graph: StepGraph, edited: fx.Graph) -> StepGraph:
     """The StepGraph with `edited` in place of its graph; unused nodes (never placeholders) are dropped."""
-    for node in reversed(edited.nodes):
-        if node.op == "call_function" and not node.users:
-            edited.erase_node(node)
+    drop_unused(edited)
     return replace(graph, graph=edited)
 
 
@@ -42,6 +63,11 @@ def insert_traced(graph: fx.Graph, before: fx.Node, function: Callable, args: Se
         function: works on tensors; traced with fake tensors of the argument nodes.
         args: nodes and plain values, in any nesting.
     """
+    return insert_copy(graph, before, traced_on(function, args), args)
+
+
+def traced_on(function: Callable, args: Sequence[Any]) -> fx.Graph:
+    """The ops of `function(*args)`, to insert for these arguments or for others that look like them."""
     leaves, spec = pytree.tree_flatten(tuple(args))
     nodes = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -57,15 +83,20 @@ def insert_traced(graph: fx.Graph, before: fx.Node, function: Callable, args: Se
         return function(*pytree.tree_unflatten(full, spec))
 
     with torch.no_grad():
-        traced = make_fx(run)(*(fake(node) for node in nodes))
+        return make_fx(run)(*(fake(node) for node in nodes)).graph
+
+
+def insert_copy(graph: fx.Graph, before: fx.Node, traced: fx.Graph, args: Sequence[Any]) -> Any:
+    """Inserts what `traced_on` gave before a node, for arguments that look like those it was traced on."""
+    nodes = [leaf for leaf in pytree.tree_leaves(tuple(args)) if isinstance(leaf, fx.Node)]
     env: dict[fx.Node, fx.Node] = dict(
-        zip((n for n in traced.graph.nodes if n.op == "placeholder"), nodes, strict=True)
+        zip((n for n in traced.nodes if n.op == "placeholder"), nodes, strict=True)
     )
     info = info_of(before)
     with graph.inserting_before(before):
-        for node in traced.graph.nodes:
+        for node in traced.nodes:
             if node.op == "call_function":
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta["info"] = info
-            assert node.op != "get_attr", f"{function} closes over a tensor"
-    return pytree.tree_map_only(fx.Node, env.__getitem__, traced.graph.output_node().args[0])
+            assert node.op != "get_attr", "what is inserted closes over a tensor"
+    return pytree.tree_map_only(fx.Node, env.__getitem__, traced.output_node().args[0])

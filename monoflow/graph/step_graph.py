@@ -269,22 +269,22 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
 
 def metas_of(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     """Shape and dtype of every tensor output of a node; None for an absent one."""
-    return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in _leaves(node.meta["val"]))
+    return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in leaves_of(node.meta["val"]))
 
 
 def tensor_args(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor arguments of a node in flattened order, repeats included."""
-    return tuple(x for x in _leaves((node.args, node.kwargs)) if isinstance(x, fx.Node))
+    return tuple(x for x in leaves_of((node.args, node.kwargs)) if isinstance(x, fx.Node))
 
 
-def _leaves(tree: Any) -> Iterator[Any]:
+def leaves_of(tree: Any) -> Iterator[Any]:
     """What lists, tuples and dicts hold, in order. What fx allows as arguments needs no more than that."""
     if isinstance(tree, (list, tuple)):
         for one in tree:
-            yield from _leaves(one)
+            yield from leaves_of(one)
     elif isinstance(tree, dict):
         for one in tree.values():
-            yield from _leaves(one)
+            yield from leaves_of(one)
     else:
         yield tree
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils import _pytree as pytree
 
 from ..config import SETTINGS
-from .step_graph import NodeInfo, Role, StepGraph, is_getitem, metas_of
+from .step_graph import NodeInfo, Role, StepGraph, is_getitem, leaves_of, metas_of
 
 
 def verify(graph: StepGraph, after: str) -> StepGraph:
@@ -47,7 +46,7 @@ def _verify_nodes(graph: StepGraph) -> None:
 def _verify_call(node: fx.Node) -> None:
     assert isinstance(node.meta.get("info"), NodeInfo), f"{node} has no origin"
     assert "val" in node.meta, f"{node} has no fake value"
-    for value in pytree.tree_leaves((node.args, dict(node.kwargs), node.meta["val"])):
+    for value in leaves_of((node.args, node.kwargs, node.meta["val"])):
         real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
         assert not real, f"{node} holds a tensor with values; make it an input"
     if is_getitem(node):
@@ -63,8 +62,8 @@ def _verify_getitem(node: fx.Node) -> None:
     values: Any = source.meta["val"]
     assert isinstance(values, (list, tuple)), f"{node} picks an output of {source}, which gives one tensor"
     assert 0 <= index < len(values), f"{node} picks output {index} of {source}, which gives {len(values)}"
-    there = [_describe(value) for value in pytree.tree_leaves(values[index])]
-    here = [_describe(value) for value in pytree.tree_leaves(node.meta["val"])]
+    there = [_describe(value) for value in leaves_of(values[index])]
+    here = [_describe(value) for value in leaves_of(node.meta["val"])]
     assert here == there, f"{node} is {here}, what it picks is {there}"
 
 

@@ -48,6 +48,10 @@ GONE: dict[str, Callable[[Tensor], Tensor]] = {
     "squeeze of a dim that stays": lambda x: aten.squeeze.dim(x, 0),
     "copy to the same dtype": lambda x: aten._to_copy.default(x, dtype=torch.float32),
     "copy over another": lambda x: aten.copy.default(x + 1, x),
+    "t and back": lambda x: aten.t.default(aten.t.default(x)),
+    "t there and back twice": lambda x: aten.t.default(aten.t.default(aten.t.default(aten.t.default(x)))),
+    "transpose and back": lambda x: aten.transpose.int(aten.transpose.int(x, 0, 1), -1, 0),
+    "view and back": lambda x: aten.view.default(aten.view.default(x, [4, 3]), [3, 4]),
     "cat of one": lambda x: aten.cat.default([x]),
     "cat with nothing": lambda x: aten.cat.default([x, x.new_empty(0)]),
 }
@@ -62,6 +66,11 @@ def test_clean_drops_what_changes_nothing(name: str) -> None:
 
 
 STAYS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a transpose": lambda x: aten.t.default(x),
+    "two transposes of other dims": lambda x: aten.transpose.int(
+        aten.transpose.int(aten.unsqueeze.default(x, 0), 0, 1), 1, 2
+    ),
+    "two views": lambda x: aten.view.default(aten.view.default(x, [4, 3]), [2, 6]),
     "a view of another shape": lambda x: aten.view.default(x, [4, 3]),
     "a part": lambda x: aten.slice.Tensor(x, 1, 1, 4),
     "every second": lambda x: aten.slice.Tensor(x, 0, 0, 3, 2),

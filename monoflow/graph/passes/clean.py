@@ -1,4 +1,6 @@
-"""clean: drop ops that only pass their input on. In a functional graph a copy is its source."""
+"""clean: drop ops that only pass their input on. In a functional graph a copy is its source, and so is what
+views of it lead back to.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,8 @@ _IF_SAME: dict[Callable, int] = {
     aten.squeeze.dim: 0,
     aten.squeeze.dims: 0,
 }
+#: views of which a second one like the first, back to the shape that was, is no change
+_UNDO_THEMSELVES = (aten.t.default, aten.transpose.int, aten.view.default)
 
 
 def clean(graph: StepGraph) -> StepGraph:
@@ -68,7 +72,25 @@ def _source(node: fx.Node) -> fx.Node | None:
         return parts[0] if len(parts) == 1 and _same(parts[0], node) else None
     position = _IF_SAME.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
     source = node.args[position] if position is not None else None
-    return source if isinstance(source, fx.Node) and _same(source, node) else None
+    if isinstance(source, fx.Node) and _same(source, node):
+        return source
+    return _undone(node)
+
+
+def _undone(node: fx.Node) -> fx.Node | None:
+    """What the node's own source is a view of, if the node undoes that view."""
+    if node.target not in _UNDO_THEMSELVES:
+        return None
+    view: Any = node.args[0]
+    if view.target is not node.target:
+        return None
+    if node.target is aten.transpose.int:
+        num_dims = max(1, node.meta["val"].dim())
+        swapped = [{dim % num_dims for dim in one.args[1:]} for one in (node, view)]
+        if swapped[0] != swapped[1]:
+            return None
+    source = view.args[0]
+    return source if _same(source, node) else None
 
 
 def _same(source: fx.Node, node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..rewrite import copied, finished, insert_traced
+from ..rewrite import copied, finished, insert_copy, insert_traced, traced_on
 from ..step_graph import StepGraph
 
 aten = torch.ops.aten
@@ -21,16 +21,26 @@ _NORM = aten.linalg_vector_norm.default
 def join_norms(graph: StepGraph) -> StepGraph:
     """Rewrites norm(stack([norm(x), norm(y), ...])) as sqrt(sum(stack([sum(x*x), sum(y*y), ...])))."""
     edited = copied(graph)
+    squares: dict[tuple, fx.Graph] = {}
     for node in list(edited.nodes):
         stack = node.args[0] if _is_full_norm(node) else None
         if not isinstance(stack, fx.Node) or stack.target is not aten.stack.default:
             continue
         parts: Any = stack.args[0]
         if all(_is_full_norm(part) for part in parts):
-            sources = [part.args[0] for part in parts]
-            root = insert_traced(edited, node, _root_of_squares, (sources, node.meta["val"].dtype))
+            sums = [_insert_square(edited, node, part.args[0], squares) for part in parts]
+            root = insert_traced(edited, node, _root, (sums, node.meta["val"].dtype))
             node.replace_all_uses_with(root)
     return finished(graph, edited)
+
+
+def _insert_square(graph: fx.Graph, before: fx.Node, source: Any, known: dict[tuple, fx.Graph]) -> fx.Node:
+    """Inserts the sum of squares of a tensor; like tensors are traced once."""
+    value, dtype = source.meta["val"], before.meta["val"].dtype
+    looks = (value.shape, value.stride(), value.dtype, value.device, dtype)
+    if looks not in known:
+        known[looks] = traced_on(_square, (source, dtype))
+    return insert_copy(graph, before, known[looks], (source, dtype))
 
 
 def _is_full_norm(node: Any) -> bool:
@@ -46,7 +56,14 @@ def _is_full_norm(node: Any) -> bool:
     return bool(order == 2) and not dims and not keepdim and node.kwargs.get("dtype") is None
 
 
-def _root_of_squares(tensors: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    squares = [aten.sum.default(aten.mul.Tensor(x.to(wide), x.to(wide))) for x in tensors]
+def _square(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    wide = x.to(_accumulation(dtype))
+    return aten.sum.default(aten.mul.Tensor(wide, wide))
+
+
+def _root(squares: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return torch.sqrt(aten.sum.default(torch.stack(squares))).to(dtype)
+
+
+def _accumulation(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
