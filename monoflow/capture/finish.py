@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.rewrite import drop_unused
 from ..graph.step_graph import Input, Output, Phase, Role, StepGraph, info_of, meta_of
 from .lift import Lifted
 
@@ -27,7 +28,7 @@ def step_graph(
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     placeholders = dict(zip(lifted.fakes, nodes, strict=True))
     outputs = _lift_writes(graph, placeholders, outputs)
-    graph.eliminate_dead_code()
+    drop_unused(graph)
     _check_functional(graph)
     inputs = []
     for key, node in placeholders.items():

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor
 
+from ..graph.rewrite import add_call
 from ..graph.step_graph import info_of, is_getitem
 from .sum_form import table
 from .writes import Written
@@ -38,14 +40,16 @@ def functionalize(
         copy_nodes: whether nodes that stay as they are are copied, which takes a trace that holds no tensor
             of its own. The result is that of running every op again, sooner.
     """
-    traced.graph.eliminate_dead_code(_is_kept)
+    for node in reversed(traced.graph.nodes):
+        if not node.users and not _is_kept(node):
+            traced.graph.erase_node(node)
     forms = table(batch_stats)
     written = Written(traced.graph, fakes) if copy_nodes else None
 
     def run(*values: torch.Tensor) -> Any:
         return _Replay(traced, forms, written, [_node_of(value) for value in values])(values)
 
-    with torch.no_grad():
+    with torch.no_grad(), _use_lazy_graph_module(True):
         made = make_fx(run, decomposition_table=forms)(*(fake.detach() for fake in fakes))
     for node in made.graph.nodes:
         # Views of what was written are taken anew after the last node has run.
@@ -148,7 +152,7 @@ class _Replay:
         if not all(_looks_alike(source, copy) for source, copy in sources.items()):
             return False
         args, kwargs = fx.map_arg((node.args, node.kwargs), sources.__getitem__)  # type: ignore[misc]
-        copy = graph.create_node("call_function", node.target, args, kwargs, self._name(node, graph))
+        copy = add_call(graph, node.target, args, kwargs, self._name(node, graph))
         copy.meta["val"] = node.meta["val"]
         self.copies[node] = copy
         return True

@@ -27,6 +27,7 @@ from ..sbp.random_mode import random_or
 from .attention import scaled_dot_product_attention
 from .known import KnownValues
 from .optimizers import is_fused_update, run_fused_update
+from .record import Recorder
 
 _TORCH_DIR = os.path.dirname(torch.__file__) + os.sep
 _OWN_DIR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -105,6 +106,7 @@ class CaptureMode(TorchDispatchMode):
         self.modules: list[str] = []
         self.in_update = False
         self._known = KnownValues()
+        self._recorder = Recorder()
         self._is_user: dict[str, bool] = {}
         self._origins: dict[int, NodeInfo] = {}
         self._last_number = _sequence_number() - 1
@@ -233,7 +235,8 @@ class CaptureMode(TorchDispatchMode):
         try:
             if is_fused_update(func):
                 return run_fused_update(func, args, kwargs)
-            return random_or(self.key, func, args, kwargs)
+            result = self._recorder.record(func, args, kwargs)
+            return random_or(self.key, func, args, kwargs) if result is NotImplemented else result
         except CaptureError as error:
             raise CaptureError(f"{error}, {self.place(info)}") from None
         except (DataDependentOutputException, DynamicOutputShapeException):

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -121,7 +122,8 @@ def capture(
 
 def traced(run: Run, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The ops that the step ran on fakes, in-place ones as they are."""
-    module = make_fx(run)(*fakes)
+    with _use_lazy_graph_module(True):  # nobody runs it: that would be Python code to write and compile
+        module = make_fx(run)(*fakes)
     assert isinstance(module, fx.GraphModule)
     return module
 
