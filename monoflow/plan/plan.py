@@ -215,7 +215,13 @@ def _machine(data: Mapping[str, Any] | None) -> Machine | None:
         return None
     device = data["device"]
     curves = {key: Curve(tuple(map(tuple, one["points"]))) for key, one in device["curves"].items()}
-    return Machine(Device(**{**device, "curves": curves}), tuple(LinkCost(*one) for one in data["links"]))
+    links = tuple(LinkCost(*map(_frozen, one)) for one in data["links"])
+    return Machine(Device(**{**device, "curves": curves}), links)
+
+
+def _frozen(value: Any) -> Any:
+    """A value of JSON with tuples for its lists."""
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def fingerprint(graph: StepGraph) -> str:
