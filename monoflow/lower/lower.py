@@ -195,8 +195,8 @@ class _Body:
         if item.node in owner.given.nodes:
             target, args = update_in_place, (IN_PLACE[target], *args)
         elif item.node.target in IN_PLACE:
-            target, args = update, (target, *args)  # pyright: ignore[reportAssignmentType]
-        result = self.graph.create_node("call_function", target, args, kwargs, name=item.node.name)
+            target, args = update, (target, *args)
+        result = self.graph.create_node("call_function", target, args, kwargs, name=item.node.name)  # pyright: ignore
         for value, node in zip(item.outputs, pick(self.graph, result, output_paths(item.node)), strict=True):
             self.env[value] = node
 
