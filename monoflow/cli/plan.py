@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from ..errors import FlowError, PlacementError, PlanError
+from ..config import parse_memory
+from ..errors import PlacementError, PlanError
 from ..graph.step_graph import StepGraph
 from ..mesh import Placement, placement
 from ..plan.cost import Machine
@@ -26,9 +27,6 @@ from ..plan.template import TEMPLATES
 from ..viz.plan_page import page
 from .plan_report import Planned, as_data, report
 from .script import ScriptFailed, first_step
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def plan(request: Request, console: Console) -> int:
         FlowError: the request makes no sense, the script calls no step, or no plan fits.
     """
     where = parse_mesh(request.mesh, _device_type(request.device))
-    capacity = parse_memory(request.memory) if request.memory is not None else None
+    capacity = parse_memory(request.memory, "--memory ") if request.memory is not None else None
     machine = machine_for(where, request.device, request.link, capacity)
     try:
         first = first_step(request.script, request.args, where)
@@ -101,12 +99,10 @@ def _planned(
 def _others(
     graph: StepGraph, where: Placement, made: Plan, pins: Mapping[str, tuple], machine: Machine
 ) -> dict[str, tuple[float, int]]:
-    """Other plans to compare with: those that the search tried, else the templates."""
-    if made.search is not None:
-        return dict(made.search.tried)
-    found: dict[str, tuple[float, int]] = {}
+    """Other plans to compare with: those that the search tried, and the templates."""
+    found = dict(made.search.tried) if made.search is not None else {}
     for name in templates_for(where):
-        if name == made.name:
+        if name == made.name or name in found:
             continue
         try:
             _, predicted = _planned(graph, where, name, pins, machine)
@@ -138,19 +134,6 @@ def parse_mesh(text: str, device_type: str) -> Placement:
     shape = tuple(map(int, sizes))
     axes = ("data",) if len(shape) == 1 else None
     return placement(device_type, np.arange(math.prod(shape)).reshape(shape).tolist(), axes)
-
-
-def parse_memory(text: str) -> int:
-    """Bytes from a number and a unit, "80GB" (10^9) or "80GiB" (2^30).
-
-    Raises:
-        FlowError: it is no such thing.
-    """
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([a-zA-Z]+)\s*", text)
-    unit = _UNITS.get(found[2].upper()) if found else None
-    if found is None or unit is None or float(found[1]) == 0:
-        raise FlowError(f"--memory {text!r} is not a size of memory; write a number and a unit, such as 80GB")
-    return int(float(found[1]) * unit)
 
 
 def _device_type(device: str | None) -> str:

@@ -92,6 +92,8 @@ def report(done: Planned) -> RenderableType:
     if predicted.peak_bytes > done.limit:
         over = size(predicted.peak_bytes - done.limit)
         parts.append(f"[bold red]it does not fit: {over} more than {size(done.limit)}")
+    if plan.search is not None:
+        parts.append(f"by these prices no plan is more than {plan.search.gap:.1%} faster")
     if done.others:
         parts += ["", _compared(done)]
     if plan.unruled:
@@ -167,6 +169,7 @@ def as_data(done: Planned) -> dict[str, Any]:
         "layers": list(_layers(plan)),
         "predicted": done.predicted.as_data(),
         "compared": {name: {"seconds": s, "peak_bytes": peak} for name, s, peak in _all_plans(done)},
+        "search": {"bound": plan.search.bound, "gap": plan.search.gap} if plan.search is not None else None,
         "unruled": dict(plan.unruled),
     }
 
@@ -202,5 +205,5 @@ def _some(names: Mapping[str, Any], most: int = 5) -> str:
 def _table(*columns: str, left: tuple[int, ...] = (0,)) -> Table:
     table = Table(box=None, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i in left else "right", overflow="fold")
+        table.add_column(column, justify="left" if i in left else "right", overflow="fold", no_wrap=i == 1)
     return table

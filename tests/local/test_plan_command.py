@@ -12,9 +12,10 @@ from rich.console import Console
 from torch import nn
 
 import monoflow as flow
-from monoflow.cli.plan import Request, parse_memory, parse_mesh, plan
+from monoflow.cli.plan import Request, parse_mesh, plan
 from monoflow.cli.script import first_step
 from monoflow.cli.weightless import weightless
+from monoflow.config import parse_memory
 from monoflow.errors import FlowError, LayoutError, PlacementError, PlanError
 from tests.conftest import ROOT, RunCli
 
@@ -181,6 +182,18 @@ def test_templates_are_compared(tmp_path: Path) -> None:
     assert found["compared"]["zero"]["peak_bytes"] < found["compared"]["data"]["peak_bytes"]
 
 
+def test_the_plan_that_is_searched_beats_every_template(tmp_path: Path) -> None:
+    path = script(tmp_path, "train_step(torch.ones(256, 64))")
+    data = tmp_path / "out.json"
+    shown = planned(Request(path, (), "h100", "2x2", plan="auto", json=data))
+    assert "by these prices no plan is more than" in shown
+    found = json.loads(data.read_text())
+    own = found["compared"].pop("auto")["seconds"]
+    assert own == found["predicted"]["seconds"] and found["search"]["gap"] >= 0
+    assert {"data", "zero", "tensor", "data x tensor", "tensor x zero"} <= set(found["compared"])
+    assert own <= min(one["seconds"] for one in found["compared"].values()) * (1 + 1e-9)
+
+
 def test_requests_that_make_no_sense(tmp_path: Path) -> None:
     path = script(tmp_path, "train_step(torch.ones(256, 64))")
     with pytest.raises(PlanError, match="no table of a device 'tpu'; there are a100-40gb"):
@@ -198,13 +211,13 @@ def test_requests_that_make_no_sense(tmp_path: Path) -> None:
     [("80GB", 80 * 10**9), ("1.5 GiB", 3 * 2**29), ("500mb", 5 * 10**8), ("7B", 7), ("2TB", 2 * 10**12)],
 )
 def test_sizes_of_memory(text: str, expected: int) -> None:
-    assert parse_memory(text) == expected
+    assert parse_memory(text, "--memory ") == expected
 
 
 @pytest.mark.parametrize("text", ["", "GB", "0GB", "-3GB", "80 GB each", "80XB"])
 def test_sizes_that_are_none(text: str) -> None:
     with pytest.raises(FlowError, match="is not a size of memory"):
-        parse_memory(text)
+        parse_memory(text, "--memory ")
 
 
 def test_meshes() -> None:
