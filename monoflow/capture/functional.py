@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from ..graph.rewrite import add_call
 from ..graph.step_graph import info_of, is_getitem
 from .sum_form import table
-from .writes import Written
+from .writes import Written, writes
 
 aten = torch.ops.aten
 
@@ -59,8 +59,7 @@ def functionalize(
 
 
 def _is_kept(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op in ("placeholder", "output") or (schema is not None and schema.is_mutable)
+    return node.op in ("placeholder", "output") or bool(writes(node.target))
 
 
 class _Replay:
@@ -123,6 +122,9 @@ class _Replay:
         if node.target in self.forms:
             # Here, above functionalization: torch's decompositions write in place.
             result = self.forms[node.target](*args, **kwargs)
+            for source in node.all_input_nodes if self.written is not None else ():
+                kept = source not in self.copies or not _was_written(self._value(source))
+                assert kept, f"{node} writes to {source}, and its op does not say so"
         if result is NotImplemented:
             target: Any = node.target
             result = target(*args, **kwargs)
@@ -196,6 +198,11 @@ def _unwrapped(value: torch.Tensor) -> torch.Tensor:
         return value
     torch._sync(value)  # pyright: ignore[reportPrivateImportUsage]
     return _functorch._unwrap_functional_tensor(value, True)
+
+
+def _was_written(value: Any) -> bool:
+    """Whether something was written to a functional wrapper."""
+    return isinstance(value, torch.Tensor) and torch._functionalize_has_data_mutation(value)  # pyright: ignore
 
 
 def _node_of(value: torch.Tensor) -> fx.Node:

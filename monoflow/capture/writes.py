@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+aten = torch.ops.aten
+
+#: arguments that an op writes to though its schema does not say so: running statistics
+_SILENT: Mapping[Any, tuple[int, ...]] = {
+    aten.native_batch_norm.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
+
+
+def writes(op: Any) -> tuple[int, ...]:
+    """The positions in its schema of the arguments that an op writes to."""
+    if not isinstance(op, torch._ops.OpOverload):
+        return ()
+    declared = (argument.alias_info for argument in op._schema.arguments)
+    said = [index for index, info in enumerate(declared) if info is not None and info.is_write]
+    return (*said, *_SILENT.get(op, ()))
 
 
 class Written:
@@ -27,15 +45,16 @@ class Written:
         for node in graph.nodes:
             self.values[node] = next(given) if node.op == "placeholder" else node.meta.get("val")
             if isinstance(node.target, torch._ops.OpOverload):
-                written += self._follow(node, node.target._schema)
+                self._join_views(node, node.target._schema)
+                written += self._storages_written(node)
         self._written = {self._root(storage) for storage in written}
 
     def touches(self, node: fx.Node) -> bool:
         """Whether a tensor that the node gives may be memory that some op of the graph writes to."""
         return any(self._root(storage) in self._written for storage in _storages(self.values[node]))
 
-    def _follow(self, node: fx.Node, schema: torch.FunctionSchema) -> Iterator[int]:
-        """Joins what the op's schema says is one memory; yields the storages that it writes to."""
+    def _join_views(self, node: fx.Node, schema: torch.FunctionSchema) -> None:
+        """Joins what the op's schema says is one memory."""
         results = self.values[node] if len(schema.returns) > 1 else (self.values[node],)
         views = [
             storage
@@ -44,15 +63,16 @@ class Written:
             for storage in _storages(result)
         ]
         for index, argument in enumerate(schema.arguments):
-            if argument.alias_info is None:
-                continue
-            value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+            value = _argument(node, index, argument.name) if argument.alias_info is not None else None
             if isinstance(value, fx.Node):  # of a list, which result shares memory with which is not said
                 for storage in _storages(self.values[value]):
                     self._join(storage, views)
-            if argument.alias_info.is_write:
-                for source in _nodes(value):
-                    yield from _storages(self.values[source])
+
+    def _storages_written(self, node: fx.Node) -> Iterator[int]:
+        op: Any = node.target
+        for index in writes(op):
+            for source in _nodes(_argument(node, index, op._schema.arguments[index].name)):
+                yield from _storages(self.values[source])
 
     def _join(self, storage: int, others: Sequence[int]) -> None:
         for other in others:
@@ -64,6 +84,10 @@ class Written:
             parent[storage] = parent.get(above, above)
             storage = above
         return storage
+
+
+def _argument(node: fx.Node, index: int, name: str) -> Any:
+    return node.args[index] if index < len(node.args) else node.kwargs.get(name)
 
 
 def _nodes(value: Any) -> Iterator[fx.Node]:

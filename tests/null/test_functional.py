@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from monoflow.capture import functional as functional_module
 from monoflow.capture import trace as capture_module
 from monoflow.capture.functional import functionalize
 from monoflow.capture.writes import Written
@@ -91,6 +92,33 @@ def test_each_output_of_an_op_is_memory_of_its_own() -> None:
     found = Written(made.graph, fakes)
     picks = [found.touches(node) for node in made.graph.nodes if "getitem" in str(node.target)]
     assert picks == [True, False]
+
+
+def test_statistics_are_written_though_no_schema_says_so() -> None:
+    def function(x: Tensor, w: Tensor, mean: Tensor, var: Tensor) -> list[Tensor]:
+        y = aten.cudnn_batch_norm.default(x, w, w, mean, var, True, 0.1, 1e-5)[0]
+        return [y, mean + 1]
+
+    shapes = (4, 3, 2), (3,), (3,), (3,)
+    assert "mean_1" in written(function, *shapes)
+    made, fakes = traced(function, *shapes)
+    graph = functionalize(made, fakes).graph
+    (write, _) = [node for node in graph.nodes if node.target is aten.copy_.default]
+    (plus,) = [node for node in graph.nodes if node.target is aten.add.Tensor and node.args[1] == 1]
+    assert plus.args[0] in (write, write.args[1]), "the sum is of the new mean"
+
+
+def test_a_form_that_writes_without_a_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        return [aten.hypot.default(x * 2, y)]
+
+    def form(x: Tensor, y: Tensor) -> Tensor:
+        return x.copy_(y) + 1
+
+    monkeypatch.setattr(functional_module, "table", lambda _: {aten.hypot.default: form})
+    made, fakes = traced(function, (3,), (3,))
+    with pytest.raises(AssertionError, match="hypot writes to mul, and its op does not say so"):
+        functionalize(made, fakes)
 
 
 # --- both ways give the same graph -----------------------------------------------------------------
