@@ -16,10 +16,16 @@ from monoflow.runtime.actors import Engine
 
 
 class Watch:
-    """Bytes that are held after every op and move of rank 0, each memory counted once."""
+    """What rank 0 holds after every op and move.
+
+    Attributes:
+        after: bytes, each memory counted once, before the first of them and after every one.
+        contiguous: whether the result is; None of an op that has several.
+    """
 
     def __init__(self) -> None:
         self.after: list[int] = []
+        self.contiguous: list[bool | None] = []
         self._seen: list[weakref.ref] = []
 
     def see(self, values: Any) -> None:
@@ -55,6 +61,9 @@ class _Body:
                     self.watch.note()
                 env[node] = _called(node, env)
                 self.watch.see(env[node])
+                if node.target is not operator.getitem:
+                    is_one = isinstance(env[node], Tensor)
+                    self.watch.contiguous.append(env[node].is_contiguous() if is_one else None)
             elif node.op == "output":
                 results = [env[one] for one in node.args[0]]
             for dead in self.dies_at.get(node, ()):
@@ -68,13 +77,10 @@ def _called(node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     return node.target(*args, **kwargs)
 
 
-def held_after(
+def watched_step(
     engine: Engine, inputs: Mapping[int, Sequence[Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> list[int]:
-    """Runs one step; bytes of rank 0 before the first op or move, and after every one.
-
-    The inputs are kept alive, as a step's live objects are.
-    """
+) -> Watch:
+    """Runs one step and looks on. The inputs are kept alive, as a step's live objects are."""
     watch = Watch()
     watch.see(inputs[0])
     real = actors.apply_move
@@ -83,6 +89,7 @@ def held_after(
         watch.note()
         results = real(move, tensors, placement, transport)
         watch.see(results[0])
+        watch.contiguous.append(results[0].is_contiguous())
         return results
 
     for actor in engine.actors:
@@ -93,4 +100,4 @@ def held_after(
         results = engine.run(inputs)
     watch.note()
     del results
-    return watch.after
+    return watch

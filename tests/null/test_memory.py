@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 import monoflow as flow
 from monoflow.plan.facts import facts_of
-from monoflow.plan.memory import CATEGORIES, LocalShapes, Timeline, timeline
+from monoflow.plan.memory import CATEGORIES, LocalShapes, Timeline, Walk, timeline
 from monoflow.plan.schedule import Box, Op, schedule
 from monoflow.runtime.allocations import allocations
 from monoflow.step import Step
 
-from .memory_watch import held_after
+from .memory_watch import watched_step
 
 Batch = dict[str, Tensor]
 
@@ -161,16 +161,23 @@ def test_every_item_holds_what_is_predicted(
         compiled = step._require()
         read = step._bound(compiled).read((batch,), {})
         inputs = {rank: [one.clone() for one in tensors] for rank, tensors in read.items()}
-        seen = held_after(compiled.engine, inputs, monkeypatch)
-    found = predicted(step, (0,) * step.plan.placement.num_axes)
-    assert seen[0] == found.before
-    assert len(seen) == 1 + len(running(step))
+        seen = watched_step(compiled.engine, inputs, monkeypatch)
+    planned, made = step.plan, schedule(step.plan)
+    shapes = LocalShapes(planned, facts_of(planned.graph), (0,) * planned.placement.num_axes)
+    walk = Walk(planned, made, shapes)
+    found = walk.swept()
+    assert seen.after[0] == found.before
+    assert len(seen.after) == 1 + len(running(step))
     differing = [
         (name, got, found.after[position])
-        for (position, name), got in zip(running(step), seen[1:], strict=True)
+        for (position, name), got in zip(running(step), seen.after[1:], strict=True)
         if got != found.after[position]
     ]
     assert differing == []
+    for (position, name), is_contiguous in zip(running(step), seen.contiguous, strict=True):
+        item = made.items[position]
+        result = item.outputs[0] if isinstance(item, Op) else item.target
+        assert is_contiguous is None or is_contiguous == walk.strides.is_contiguous(result), name
 
 
 @pytest.mark.parametrize(
