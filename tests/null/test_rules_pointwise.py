@@ -227,3 +227,11 @@ def test_glu_splits_within_its_halves(size):
 def test_narrow_floats(dtype):
     op = aten.add.Tensor
     proven(RULES[op], op, values(5, 3, dtype=dtype), values(5, 3, seed=1, dtype=dtype))
+
+
+def test_linear_in_a_size_or_a_mantissa():
+    op = aten.polar.default
+    holds(proven(RULES[op], op, values(5, 3).abs(), values(5, 3, seed=1)), "P(sum), B -> P(sum)")
+    op = aten.ldexp.Tensor
+    found = proven(RULES[op], op, values(5, 3), torch.arange(3))
+    assert found == {"S(0), B -> S(0)", "S(1), S(0) -> S(1)", "P(sum), B -> P(sum)"}

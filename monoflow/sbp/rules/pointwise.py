@@ -90,6 +90,8 @@ _LINEARITY: dict[Linearity, list[str]] = {
         *_IDENTITIES, "mul.Scalar", "div.Scalar", "deg2rad", "rad2deg", "conj_physical", "_conj_physical",
     ],
     partial(_always, [("src",)]): ["copy"],
+    partial(_always, [("abs",)]): ["polar"],
+    partial(_always, [("self",)]): ["ldexp.Tensor"],
     partial(_always, [("self",), ("other",)]): ["mul.Tensor"],
     partial(_always, [("self",)]): ["div.Tensor", "true_divide.Tensor"],
     _true_division: ["div.Tensor_mode", "div.Scalar_mode"],
@@ -110,7 +112,7 @@ _LINEARITY: dict[Linearity, list[str]] = {
     ],
     partial(_always, [("grad_out",)]): ["hardshrink_backward"],
     _never: [
-        "hardswish", "log_sigmoid_forward", "floor_divide", "floor_divide.Scalar", "polar", "_prelu_kernel",
+        "hardswish", "log_sigmoid_forward", "floor_divide", "floor_divide.Scalar", "_prelu_kernel",
         "softplus", "isreal", "heaviside", "clamp_min", "clamp_max", "bitwise_not",
     ],
 }  # fmt: skip

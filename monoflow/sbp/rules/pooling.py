@@ -56,19 +56,30 @@ def _pad_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signatur
 def _shuffle_signatures(
     factor: str, spatial_out: bool, call: OpCall, axis_size: int, forms: Forms
 ) -> list[Signature]:
-    """pixel_shuffle and its inverse: a channel on one side is factor * factor channels on the other."""
-    shape = call.inputs[0].shape
+    """pixel_shuffle and its inverse: a channel on one side is an area of pixels on the other."""
+    rank = len(call.inputs[0].shape)
+    edge = argument(call, factor)
     found = spatial_signatures(3, True, call, axis_size, forms)
-    area = argument(call, factor) ** 2
-    many, one = Split(len(shape) - 3, 1, area), Split(len(shape) - 3)
-    sides = (many, one) if spatial_out else (one, many)
+    for dim, count, many_in in (
+        (rank - 3, edge * edge, spatial_out),
+        (rank - 2, edge, not spatial_out),
+        (rank - 1, edge, not spatial_out),
+    ):
+        many, one = Split(dim, 1, count), Split(dim)
+        laid = _laid(call, (many, one) if many_in else (one, many), axis_size)
+        found += [] if laid is None else [laid]
+    return found
+
+
+def _laid(call: OpCall, sides: tuple[Split, Split], axis_size: int) -> Signature | None:
+    """The splits of the only input and output, if both fit."""
     laid: list[Sbp] = []
     for meta, split in zip((call.inputs[0], call.outputs[0]), sides, strict=True):
         size = meta.shape[split.dim]  # pyright: ignore[reportOptionalMemberAccess]
         if not fits(size, split, axis_size):
-            return found
+            return None
         laid.append(canonical(size, split, axis_size))
-    return [*found, Signature((laid[0],), (laid[1],))]
+    return Signature((laid[0],), (laid[1],))
 
 
 def _columns_signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
