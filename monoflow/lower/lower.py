@@ -16,7 +16,7 @@ from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
 from ..runtime.program import Port, Program, Register, Task, task_module, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
-from ..sbp.rules import RULES
+from ..sbp.sources import RuleBook
 from .local import local_op, pick, update, update_in_place
 
 
@@ -34,13 +34,14 @@ def lower(
     ranks: Sequence[int],
     device: torch.device,
     observe: bool = False,
-    rules: Mapping[Callable, OpRule] = RULES,
+    rules: Mapping[Callable, OpRule] | None = None,
 ) -> Lowered:
     """The programs of `ranks`. Every rank lowers its own shapes; the order of collectives is one for all.
 
     Args:
         observe: also give out the observed outputs (gradients as the optimizer sees them).
     """
+    rules = RuleBook() if rules is None else rules
     made = schedule(plan, observe)
     segments = _segments(made)
     given = donations(plan, made, [segment.items for segment in segments])

@@ -75,8 +75,6 @@ class Labels:
 
     def _add(self, node: fx.Node) -> None:
         rule = self.rules.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if rule is None:
-            self.unruled.append(node)
         whole = op_call(node)
         grown: list[tuple[Label, OpCall]] = [((), whole)]
         for axis in range(len(self.mesh)):
@@ -88,6 +86,8 @@ class Labels:
                 if self._nests(whole, call, label, one, axis)
             ]
         self.of[node] = [label for label, _ in grown]
+        if rule is None or (rule.tried and len(self.of[node]) == 1):
+            self.unruled.append(node)
         for index in range(len(whole.outputs)):
             self._given[node, index] = [tuple(axis.outputs[index] for axis in one) for one in self.of[node]]
 

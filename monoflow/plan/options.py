@@ -72,9 +72,7 @@ class Options:
             self.metas[node, index] = meta
         found = {replicated(call): None}
         rule = self.rules.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if rule is None:
-            self.unruled.append(node)
-        else:
+        if rule is not None:
             forms = [self._offered(value) for value in self.sources[node]]
             for one in self._signatures(rule, call, forms):
                 if (
@@ -83,6 +81,8 @@ class Options:
                     and (not self.outer or self._nests(node, call, one, outer_in, outer_out))
                 ):
                     found[one] = None
+        if rule is None or (rule.tried and len(found) == 1):
+            self.unruled.append(node)
         self.of[node] = list(found)
         for index in range(len(call.outputs)):
             self._given[node, index] = [one.outputs[index] for one in found]

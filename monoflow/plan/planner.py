@@ -13,7 +13,7 @@ from ..log import stage_logger
 from ..mesh import Placement
 from ..sbp.layout import Sbp, Split
 from ..sbp.registry import OpRule
-from ..sbp.rules import RULES
+from ..sbp.sources import RuleBook
 from .axis import AxisPlan, AxisProblem
 from .cost import REFERENCE, DeviceCost, Machine
 from .plan import Plan, fingerprint
@@ -37,7 +37,7 @@ def plan_step(
     name: str,
     pins: Pins | None = None,
     machine: Machine | None = None,
-    rules: Mapping[Callable, OpRule] = RULES,
+    rules: Mapping[Callable, OpRule] | None = None,
     limit: int = 0,
 ) -> Plan:
     """Plans a step: by search, or by a template and what a user pins.
@@ -47,7 +47,7 @@ def plan_step(
             such as "data x tensor".
         pins: per pattern of input or output names, one SBP per axis.
         machine: what work and moves cost. A template's own choices do not depend on it.
-        rules: the ops' rules.
+        rules: the ops' rules; all that are known, and trials, when left out.
         limit: bytes that a rank may hold at any time, for "auto"; 0 for no limit.
 
     Raises:
@@ -55,6 +55,7 @@ def plan_step(
     """
     machine = (machine or REFERENCE).on(placement.num_axes)
     pins = pins or {}
+    rules = RuleBook() if rules is None else rules
     if name != AUTO:
         made = replace(_by_template(graph, placement, name, pins, rules), machine=machine)
         return replace(made, predicted=predict(made, machine))
@@ -179,7 +180,7 @@ def _whole_after_gather(axis: AxisPlan) -> set[fx.Node]:
 def _joined(graph: StepGraph, placement: Placement, name: str, axes: Sequence[AxisPlan]) -> Plan:
     signatures = {node.name: tuple(axis.signatures[node] for axis in axes) for node in axes[0].signatures}
     unruled = {}
-    for node in axes[0].unruled:
+    for node in (node for node in axes[0].unruled if all(node in axis.unruled for axis in axes)):
         metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1]]
         unruled[node.name] = sum(meta.num_bytes for meta in (*metas, *metas_of(node)) if meta is not None)
     return Plan(

@@ -32,11 +32,13 @@ class OpRule:
             offsets, masks). It must also be right when nothing is split.
         expand: for an op with alternatives: a function of the op's own arguments that computes the same
             from simpler ops (traced when a plan wants a layout that only the simpler ops have).
+        tried: what it lists is found by running the op. Where it lists nothing, the op has no rule.
     """
 
     signatures: SignatureRule
     local: LocalRule | None = None
     expand: Callable | None = None
+    tried: bool = False
 
 
 def replicated(call: OpCall) -> Signature:

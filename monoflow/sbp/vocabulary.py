@@ -1,16 +1,16 @@
-"""OneFlow's words for SBP, and SBP read from text."""
+"""OneFlow's words for SBP, and rules for users' own operators: `flow.sbp`."""
 
 from __future__ import annotations
 
-import re
-
 from ..errors import LayoutError
-from .layout import B, Broadcast, NdSbp, P, Partial, Sbp, Split
+from .layout import B, Broadcast, P, Partial, Split
+from .reading import parse
+from .user_rules import register, unregister
+
+__all__ = ["broadcast", "parse", "partial_sum", "register", "split", "unregister"]
 
 broadcast: Broadcast = B
 partial_sum: Partial = P
-
-_FORM = re.compile(r"B|P(?:\(\s*(?P<op>sum|max|min)\s*\))?|S\(\s*(?P<numbers>\d+(?:\s*,\s*\d+){0,2})\s*\)")
 
 
 def split(dim: int, blocks: int = 1) -> Split:
@@ -22,27 +22,3 @@ def split(dim: int, blocks: int = 1) -> Split:
     if dim < 0:
         raise LayoutError(f"split({dim}): count the dim from the front, a layout does not know the last one")
     return Split(dim, blocks)
-
-
-def parse(text: str) -> NdSbp:
-    """The nd-SBP that a text names: `S(0)`, `S(0, 3)`, `B`, `P`, `P(max)`, or `(S(0), B)` for two axes.
-
-    Raises:
-        LayoutError: the text is not in this form.
-    """
-    form = text.strip()
-    inner = form[1:-1] if form.startswith("(") and form.endswith(")") else form
-    words = [word.strip() for word in re.split(r",(?![^(]*\))", inner) if word.strip()]
-    matches = [_FORM.fullmatch(word) for word in words]
-    if not matches or None in matches:
-        raise LayoutError(f"{text!r} is not a layout; write S(0), B, P(sum), or (S(0), B) for two axes")
-    return tuple(_one(match) for match in matches if match)
-
-
-def _one(match: re.Match[str]) -> Sbp:
-    word = match.group()
-    if word == "B":
-        return B
-    if word.startswith("P"):
-        return Partial(match.group("op") or "sum")
-    return Split(*(int(number) for number in match.group("numbers").split(",")))
