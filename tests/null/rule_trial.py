@@ -32,7 +32,7 @@ def proven(
     assert len(set(listed)) == len(listed), f"{op} lists a signature twice: {list(map(str, listed))}"
     if nd:
         for pair in itertools.product(listed, listed):
-            if _nests(call, pair):
+            if nests(call, pair):
                 prove_nd(op, args, kwargs, pair, (2, 2), rule)
     return {str(one) for one in listed}
 
@@ -66,7 +66,7 @@ def integers(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _nests(call: OpCall, pair: Sequence[Signature]) -> bool:
+def nests(call: OpCall, pair: Sequence[Signature]) -> bool:
     """Whether a rule that saw the whole shapes may be applied twice: the same dim twice must be even."""
     tensors = [*zip(call.inputs, *(one.inputs for one in pair), strict=True)]
     tensors += zip(call.outputs, *(one.outputs for one in pair), strict=True)

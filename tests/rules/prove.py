@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from monoflow.sbp.oracle import describe, missing_signatures, wrong_signatures
+from monoflow.sbp.oracle import WrongRule, describe, missing_signatures, prove_nd, wrong_signatures
 from monoflow.sbp.registry import OpRule
+from tests.null.rule_trial import nests
 from tests.rules.record import Sample
 
 #: Sizes of the axis for every sample; with 4 ranks the usual dim of 5 leaves one of them empty.
 AXIS_SIZES = (2, 3, 4)
+
+#: Of the first sample of an op: how many pairs of signatures are proven on two axes of two ranks.
+_PAIRS = 12
 
 _NARROWER = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 _REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
@@ -51,7 +56,7 @@ class Proof:
 def prove_samples(
     rule: OpRule, samples: Sequence[Sample], num_narrow: int, axis_sizes: Sequence[int] = AXIS_SIZES
 ) -> Proof:
-    """Proves the rule on all the samples, on the first `num_narrow` in float32 too.
+    """Proves the rule on all the samples, on the first `num_narrow` in float32 too, on the first on two axes.
 
     Samples that the op itself refuses on the whole (as torch's error inputs are, or a dtype that has no
     kernel), or in which it changes an argument, are left out.
@@ -63,6 +68,8 @@ def prove_samples(
             continue
         proof.samples += 1
         _prove(proof, rule, usable, axis_sizes)
+        if index == 0:
+            _prove_pairs(proof, rule, usable)
         if index < num_narrow and (narrow := narrowed(usable)) is not None:
             _prove(proof, rule, narrow, axis_sizes)
     return proof
@@ -75,6 +82,19 @@ def _prove(proof: Proof, rule: OpRule, sample: Sample, axis_sizes: Sequence[int]
         proof.wrong += [problem for _, problem in wrong]
         plain = [()] * len(call.inputs)
         proof.proven += len(rule.signatures(call, size, plain)) - len(wrong)
+
+
+def _prove_pairs(proof: Proof, rule: OpRule, sample: Sample) -> None:
+    """Plain signatures on one axis of two ranks, inside all of them on another."""
+    call = describe(sample.op, sample.args, sample.kwargs)
+    plain = rule.signatures(call, 2, [()] * len(call.inputs))
+    pairs = [pair for pair in itertools.product(plain, plain) if nests(call, pair)]
+    for pair in pairs[:: max(1, len(pairs) // _PAIRS)]:
+        try:
+            prove_nd(sample.op, sample.args, sample.kwargs, pair, (2, 2), rule)
+            proof.proven += 1
+        except WrongRule as error:
+            proof.wrong.append(str(error))
 
 
 def search_samples(rule: OpRule, samples: Sequence[Sample], num_samples: int, num_layouts: int) -> Proof:
