@@ -99,7 +99,7 @@ class Timing:
             meet()
             for i, samples in zip(short, self._in_turn([calls[i] for i in short]), strict=True):
                 if samples and calls[i].kind is not OpClass.FREE:  # views do come in rows
-                    seconds[i] = statistics.median(samples)
+                    seconds[i] = statistics.quantiles(samples, n=4, method="inclusive")[0]
         return [(c.amount, mean(one, self.device)) for c, one in zip(calls, seconds, strict=True)]
 
     def _in_turn(self, calls: Sequence[_Call]) -> list[list[float]]:
