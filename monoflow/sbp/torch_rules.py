@@ -100,7 +100,8 @@ def _sbp(placement: Any, meta: TensorMeta | None) -> Sbp | None:
     if type(placement) is Replicate:
         return B
     if type(placement) is TorchPartial:
-        return Partial(placement.reduce_op) if placement.reduce_op in ("sum", "max", "min") else None
+        known = ("sum",) if meta.dtype.is_complex else ("sum", "max", "min")
+        return Partial(placement.reduce_op) if placement.reduce_op in known else None
     if type(placement) is Shard or (
         # torch's placeholder for any kind of split along a dim
         not isinstance(placement, Placement) and isinstance(getattr(placement, "dim", None), int)

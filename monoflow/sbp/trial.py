@@ -116,7 +116,8 @@ def trial_of(call: OpCall) -> TrialArguments | str:
     if isinstance(found, str):
         return found
     given = _first(found, _Setting("odd", 2, 0))
-    assert given is not None, f"{call.op} ran when its arguments were found"
+    if given is None:
+        return "it does not run twice on the same arguments"
     return impurity(call.op, given) or found
 
 
@@ -158,9 +159,8 @@ def _first(trial: TrialArguments, setting: _Setting, real: Iterable[int] = ()) -
 
 def _candidates(trial: TrialArguments) -> list[Signature]:
     given = _first(trial, _Setting("odd", 2, 0))
-    assert given is not None, f"{trial.call.op} ran when its arguments were found"
     with quiet():
-        return candidates(trial.call.op, given)
+        return [] if given is None else candidates(trial.call.op, given)
 
 
 def _proven(trial: TrialArguments, wanted: Sequence[Signature]) -> list[Signature]:

@@ -21,7 +21,7 @@ from .signature import OpCall, TensorMeta
 
 #: Small extents by name, in the order in which they are given out: sizes that do not divide by 2, sizes that
 #: leave a rest by 3, and sizes that divide by 2, 4 and 8.
-SIZES: Mapping[str, range] = {"odd": range(5, 999, 2), "mixed": range(7, 999, 3), "even": range(8, 999, 8)}
+SIZES: Mapping[str, range] = {"odd": range(5, 999, 2), "mixed": range(7, 999, 3), "even": range(8, 999, 16)}
 _KEPT = 4  # extents up to this one are never changed: kernels, channels, coordinates
 _MOST_ELEMENTS = 1 << 22  # of all arguments of a trial together
 _MOST_RATIO = 8  # extents that are up to so many times another may have to stay so
@@ -103,12 +103,13 @@ class TrialArguments:
             return None
         lowest = min((n for shape in shapes for n in shape if n > 1), default=2)
         high = lowest if self.domain.integers == "dims" else 2
-        made = iter(
-            [
-                self._tensor(meta, shape, high, scales[i % len(scales)], 1009 * seed + i, double)
-                for i, (meta, shape) in enumerate(zip(self.call.inputs, shapes, strict=True))
-            ]
-        )
+        with torch.device("cpu"):  # whatever the user's default is
+            made = iter(
+                [
+                    self._tensor(meta, shape, high, scales[i % len(scales)], 1009 * seed + i, double)
+                    for i, (meta, shape) in enumerate(zip(self.call.inputs, shapes, strict=True))
+                ]
+            )
 
         def put(leaf: Any) -> Any:
             if isinstance(leaf, TensorMeta):
@@ -145,8 +146,8 @@ def find_arguments(call: OpCall) -> TrialArguments | str:
     problem = "its arguments are too large to try"
     domains = list(_domains(call))
     with quiet():
-        for shrink in _shrinks(call):
-            for domain, sizes in itertools.product(domains, ("odd", "even")):
+        for shrink, sizes in _tries(call):
+            for domain in domains:
                 candidate = TrialArguments(call, shrink, domain)
                 given = candidate.make(sizes, seed=0)
                 failure = "" if given is None else runs(call, given)
@@ -220,6 +221,13 @@ def _domains(call: OpCall) -> Iterator[Domain]:
         for integers in ("dims", "two") if dtypes & set(_INTEGERS) else ("dims",):
             for floats in ("normal", "positive", "unit") if dtypes & set(_FLOATS) else ("normal",):
                 yield Domain(floats, integers, widen)
+
+
+def _tries(call: OpCall) -> Iterator[tuple[Shrink, str]]:
+    """How to shrink and to which sizes. Before an extent is kept, sizes that divide are tried."""
+    ways = list(_shrinks(call))
+    yield from ((way, sizes) for sizes in ("odd", "even") for way in ways[:2])
+    yield from ((way, sizes) for way in ways[2:] for sizes in ("odd", "even"))
 
 
 def _shrinks(call: OpCall) -> Iterator[Shrink]:
