@@ -20,7 +20,10 @@ from ..sbp.layout import Broadcast, NdSbp, Partial, Sbp, Split, text
 from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
 from ..sbp.signature import Signature
+from .around import Around
 from .cost import Curve, Device, Machine
+from .diff import Difference, diff
+from .explain import Explanation, explain
 from .rewrites import Rewrite, rewritten
 
 if TYPE_CHECKING:
@@ -84,6 +87,11 @@ class Plan:
         """What moves cost, per axis; None where that is not known."""
         return self.machine.links if self.machine is not None else None
 
+    @property
+    def made_for(self) -> str:
+        """The fingerprint of the captured graph."""
+        return self.captured or fingerprint(self.graph)
+
     def layouts(self, node: fx.Node) -> tuple[NdSbp, ...]:
         """The nd-SBP of every tensor output of a node."""
         if node.op == "placeholder":
@@ -102,6 +110,30 @@ class Plan:
     @cached_property
     def _input_names(self) -> dict[fx.Node, str]:
         return {node: name for name, node in self.graph.placeholders.items()}
+
+    @cached_property
+    def _around(self) -> Around:
+        return Around(self, RULES)
+
+    def explain(self, pattern: str) -> Explanation:
+        """Why a part of the step is laid out as it is: for every op and parameter what was chosen, what else
+        there was, and the price of each.
+
+        Args:
+            pattern: a module such as "layers.3.mlp", an input, a node, or any of these with `*`.
+
+        Raises:
+            PlanError: nothing is called so; the message lists what nearly is.
+        """
+        return explain(self._around, pattern)
+
+    def diff(self, other: Plan) -> Difference:
+        """What another plan of the same captured step does differently, and what both are predicted to cost.
+
+        Raises:
+            PlanError: the other plan is of another graph.
+        """
+        return diff(self, other)
 
     def text(self) -> str:
         """The plan for people: storage of inputs, then one line a node."""
@@ -127,7 +159,7 @@ class Plan:
         """The plan as the text of a JSON document."""
         data = {
             "format": _FORMAT,
-            "graph": self.captured or fingerprint(self.graph),
+            "graph": self.made_for,
             "name": self.name,
             "placement": {
                 "device_type": self.placement.device_type,
