@@ -6,9 +6,11 @@ become meta tensors the moment a module takes them; buffers, data and everything
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,23 +19,32 @@ from torch.overrides import TorchFunctionMode
 
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _TO_DEVICE = (torch.Tensor.cuda, torch.Tensor.xpu, torch.Tensor.cpu)
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 @contextmanager
 def weightless() -> Iterator[Callable[[], None]]:
-    """Within: new modules are weightless and devices are the CPU. Yields what ends that earlier."""
-    mode = _OnCpu()
+    """Within: new modules are weightless, and devices are the CPU. Yields what ends the former."""
     handle = register_module_parameter_registration_hook(_emptied)  # pyright: ignore[reportArgumentType]
-
-    def end() -> None:
-        mode.is_on = False  # the mode itself may lie under others that the script entered
+    try:
+        with (
+            _OnCpu(),
+            mock.patch.object(torch.autocast, "__init__", _autocast_on_cpu),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            yield handle.remove
+    finally:
         handle.remove()
 
-    try:
-        with mode:
-            yield end
-    finally:
-        end()
+
+_autocast = torch.autocast.__init__
+
+
+def _autocast_on_cpu(
+    self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+) -> None:
+    _autocast(self, "cpu", dtype or torch.get_autocast_dtype(device_type), *args, **kwargs)
 
 
 def _emptied(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -55,8 +66,6 @@ def _emptied(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Par
 class _OnCpu(TorchFunctionMode):
     """Reads every other device as the CPU; what is on meta stays there."""
 
-    is_on = True
-
     def __torch_function__(
         self,
         func: Callable,
@@ -65,10 +74,12 @@ class _OnCpu(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.is_on or func is torch.device:
+        if func is torch.device:
             return func(*args, **kwargs)
         if func in _TO_DEVICE:
             return args[0]
+        if func == _SET_DATA and args[0].device == _META:
+            return func(args[0], args[1].to(_META))
         if func is torch.Tensor.to:
             return _to(*args, **kwargs)
         if kwargs.get("device") is not None:

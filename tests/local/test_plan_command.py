@@ -84,7 +84,18 @@ def test_every_device_is_the_cpu_and_meta_stays() -> None:
         assert torch.ones(2, device="meta").device.type == "meta"
         assert torch.ones(2).to("meta").device.type == "meta"
         end()
-        assert nn.Linear(2, 2).weight.device.type == "cpu"
+        assert nn.Linear(2, 2).to("cuda").weight.device.type == "cpu"
+
+
+def test_initial_values_are_dropped_however_they_come() -> None:
+    with weightless():
+        layer = nn.Linear(3, 3)
+        layer.weight.data = torch.ones(3, 3)
+        layer.weight.data[0] = torch.zeros(3)
+        nn.init.orthogonal_(layer.weight)
+        layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)})
+        layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(3)}, assign=True)
+    assert {param.device.type for param in layer.parameters()} == {"meta"}
 
 
 def test_names_and_flags_of_parameters_stay() -> None:
@@ -110,6 +121,29 @@ raise AssertionError("nothing runs after it")
     assert found.graph.input_of["batch.0"].meta.shape == (24, 64)
     assert found.graph.input_of["0.weight"].meta.shape == (256, 64)
     assert "0.weight:exp_avg" in found.graph.input_of
+
+
+def test_a_script_written_for_another_device_is_planned_here(tmp_path: Path) -> None:
+    body = """
+device = torch.device("cuda")
+model.to(device)
+mean = torch.zeros(64, device="cuda")
+
+@flow.graph(model, optimizer)
+def mixed_step(x):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(x.to("cuda", non_blocking=True) - mean).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+mixed_step(torch.ones(8, 64).to(next(model.parameters()).device))
+"""
+    graph = first_step(script(tmp_path, body), [], parse_mesh("2", "cuda")).graph
+    products = [node for node in graph.calls() if node.target is torch.ops.aten.addmm.default]
+    assert products and {node.meta["val"].dtype for node in products} == {torch.bfloat16}
+    assert {node.meta["val"].device.type for node in products} == {"cpu"}
 
 
 def test_pins_are_for_the_mesh_that_is_planned(tmp_path: Path) -> None:
