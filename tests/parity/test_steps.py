@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_gradients_accumulate_over_calls() -> None:
 
 @torch.library.custom_op("monoflow_tests::rotate", mutates_args=())
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    return x.flip(0) * 2
+    return x.flip((0, 1)).tanh()
 
 
 @rotate.register_fake
@@ -191,7 +192,15 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-rotate.register_autograd(lambda ctx, grad: grad.flip(0) * 2)
+def _keep_result(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _rotate_back(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    return (grad * (1 - ctx.saved_tensors[0] ** 2)).flip((0, 1))
+
+
+rotate.register_autograd(_rotate_back, setup_context=_keep_result)
 
 
 @pytest.mark.parametrize("layout", ["data-2", "zero-2", "tensor-2"])
