@@ -153,7 +153,7 @@ def test_on_two_axes_both_are_split() -> None:
 
 def test_an_operator_that_cannot_be_split_runs_whole_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("monoflow").propagate = True
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="monoflow.plan"):
         step = trained("data-2", mixing=True)
     assert signatures(step, "mix") == ["B -> B"]
     messages = [one.getMessage() for one in caplog.records]
