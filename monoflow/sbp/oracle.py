@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from .comparison import Held, Trial, is_float, meta_of, output_problem, outputs_of, run_own, same, trial_of
 from .layout import B, NdSbp, P, Sbp, Split, local_shape, text
 from .parts import distribute, every_split
-from .registry import Forms, OpRule, own_op
+from .registry import Forms, OpRule, own_op, replicated
 from .signature import LocalCall, OpCall, Signature, TensorMeta, TensorShard
 
 
@@ -102,19 +102,23 @@ def missing_signatures(
 ) -> list[Signature]:
     """Exact signatures made of plain S(dim), B and P(sum) that `rule` does not list.
 
-    Index tensors, masks, and what the op reads only the shape of are cut but never partial, and dims of one
-    element are not split. The op is run on shards as it is, and in the rule's local form. At most `limit`
-    layouts of the inputs are tried (and `limit` layouts of all for a local form), those with fewest split
-    inputs first.
+    Left out are partial indices, masks and zeros, splits of dims of one element, and signatures that differ
+    from others only in an input of which the op reads the shape alone. The op is run on shards as it is, and
+    in the rule's local form. At most `limit` layouts of the inputs are tried (and `limit` layouts of all for
+    a local form), those with fewest split inputs first.
     """
     trial = trial_of(op, args, kwargs)
-    known = set(listed(trial.call, rule, axis_size, None))
-    options = [_plain_layouts(t.shape, _adds(trial, i)) for i, t in enumerate(trial.tensors)]
+    read = [_is_read(trial, index) for index in range(len(trial.tensors))]
+    options = [
+        _plain_layouts(one.shape, is_read and _adds(trial, one))
+        for one, is_read in zip(trial.tensors, read, strict=True)
+    ]
     combinations = sorted(itertools.product(*options), key=lambda sbps: sum(one != B for one in sbps))
     found: dict[Signature, None] = {}
     for inputs in itertools.islice(combinations, limit):
         if any(one != B for one in inputs):
             found |= dict.fromkeys(_exact_as_it_is(trial, inputs, axis_size))
+    known = listed(trial.call, rule, axis_size, None)
     if rule.local is not None:
         candidates = (
             Signature(inputs, outputs)
@@ -122,10 +126,21 @@ def missing_signatures(
             for outputs in itertools.product(*map(_output_layouts, trial.whole))
         )
         for one in itertools.islice(candidates, limit):
-            replicated = all(sbp == B for sbp in (*one.inputs, *one.outputs))
-            if not replicated and one not in known and _is_exact(trial, one, axis_size, rule):
+            if one not in known and _is_exact(trial, one, axis_size, rule):
                 found[one] = None
-    return [one for one in found if one not in known]
+    seen = {_of_read(one, read) for one in [replicated(trial.call), *known]}
+    missing = []
+    for one in found:
+        if _of_read(one, read) not in seen:
+            seen.add(_of_read(one, read))
+            missing.append(one)
+    return missing
+
+
+def _of_read(signature: Signature, read: Sequence[bool]) -> Signature:
+    """The signature with the inputs whose values are not read as B."""
+    inputs = zip(signature.inputs, read, strict=True)
+    return Signature(tuple(one if is_read else B for one, is_read in inputs), signature.outputs)
 
 
 def listed(call: OpCall, rule: OpRule, axis_size: int, forms: Forms | None) -> list[Signature]:
@@ -242,19 +257,26 @@ def _is_exact(trial: Trial, signature: Signature, axis_size: int, rule: OpRule) 
     return True
 
 
-def _adds(trial: Trial, index: int) -> bool:
-    """Whether one input can be a sum of parts: its values are no mask and no index, and the op reads them."""
+def _adds(trial: Trial, given: torch.Tensor) -> bool:
+    """Whether an input can be a sum of parts: it is no mask, and no index beside floats."""
+    return is_float(given) or (given.dtype != torch.bool and not any(map(is_float, trial.tensors)))
+
+
+def _is_read(trial: Trial, index: int) -> bool:
+    """Whether the op looks at the values of one input, not at its shape alone."""
     given = trial.tensors[index]
-    if given.dtype == torch.bool or (not is_float(given) and any(map(is_float, trial.tensors))):
-        return False
-    other = distribute(given, (P,), (2,), torch.Generator().manual_seed(2))[(0,)]
+    if is_float(given):
+        other = distribute(given, (P,), (2,), torch.Generator().manual_seed(2))[(0,)]
+    else:  # the same indices in another order are still indices
+        other = given.flatten().flip(0).reshape(given.shape)
     values = [other if i == index else one for i, one in enumerate(trial.tensors)]
     try:
         results = run_own(trial, values)
     except Exception:
         return True
     pairs = zip(results, trial.whole, strict=True)
-    return not all(a is b or (a is not None and b is not None and same(a, b)) for a, b in pairs)
+    unchanged = all(a is b or (a is not None and b is not None and same(a, b)) for a, b in pairs)
+    return not unchanged or same(other, given)
 
 
 def _exact_as_it_is(trial: Trial, inputs: Sequence[Sbp], axis_size: int) -> list[Signature]:
@@ -301,7 +323,10 @@ def _plain_layouts(shape: Sequence[int], partial: bool) -> list[Sbp]:
 
 
 def _output_layouts(whole: torch.Tensor | None) -> list[Sbp]:
-    return [B] if whole is None else _plain_layouts(whole.shape, True)
+    """Of an output; zeros are the sum of anything that is zero, so they are not called partial."""
+    if whole is None:
+        return [B]
+    return _plain_layouts(whole.shape, bool(whole.any()))
 
 
 def _is_uninitialized(op: Callable) -> bool:

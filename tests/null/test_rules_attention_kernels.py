@@ -57,6 +57,7 @@ def test_on_a_cpu_rows_of_queries_split_too(mask):
         f"S(0), S(0), S(0), S(0), S(0), S(0){tail[0]} -> S(0), S(0), S(0)",
         f"S(1), S(1), S(1), S(1), S(1), S(1){tail[1]} -> S(1), S(1), S(1)",
         f"S(2), S(2), B, B, S(2), S(2){tail[2]} -> S(2), P(sum), P(sum)",
+        f"P(sum), B, B, B, B, B{tail[3]} -> P(sum), P(sum), P(sum)",
     }
 
 

@@ -123,3 +123,14 @@ def test_a_blocked_range_is_taken_from_the_whole() -> None:
     assert local is not None
     run, args, kwargs = local(LocalCall(aten.arange.default, (8,), {}, [], [shard]))
     assert run(*args, **kwargs).tolist() == [2, 3, 6, 7]
+
+
+def test_a_range_of_integers_is_not_linear_in_its_ends() -> None:
+    op = aten.linspace.Tensor_Tensor
+    args, both = (torch.tensor(-3.0), torch.tensor(4), 9), Signature((P, P), (P,))
+    for dtype, is_linear in ((torch.int64, False), (torch.float32, False)):
+        call = describe(op, args, {"dtype": dtype})
+        assert (both in RULES[op].signatures(call, 2, [(), ()])) == is_linear
+        assert wrong_signatures(op, args, {"dtype": dtype}, RULES[op], 3) == []
+    call = describe(op, (torch.tensor(-3.0), torch.tensor(4.0), 9), {})
+    assert both in RULES[op].signatures(call, 2, [(), ()])

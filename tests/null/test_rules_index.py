@@ -134,6 +134,16 @@ def test_labels_look_up_split_logits() -> None:
     assert {Signature((S(1), B), (S(1),)), Signature((S(0), S(0)), (S(0),))} <= found
 
 
+def test_an_empty_index_may_have_other_dims() -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    for op, args in [
+        (aten.gather.default, (randn(4, 5), 0, none)),
+        (aten.scatter_add.default, (randn(4, 5), 0, none, randn(4, 5))),
+        (aten.scatter.value, (randn(4, 5), 0, none, 1.0)),
+    ]:
+        assert wrong_signatures(op, args, {}, RULES[op], 2) == []
+
+
 @pytest.mark.parametrize("reduce", ["add", "multiply"])
 def test_scatters_that_say_how_they_reduce(reduce: str) -> None:
     for op, last in ((aten.scatter.reduce, randn(4, 7)), (aten.scatter.value_reduce, 1.5)):

@@ -43,7 +43,7 @@ def main() -> int:
         for task, result in run_all(lambda task: _run(task, samples), tasks, len(os.sched_getaffinity(0))):
             if not isinstance(result, Died):
                 proofs[task.op].add(result)
-            elif task.first is None:
+            elif task.first is None and result.crashed:
                 crashed.append(task.op)
             else:
                 proofs[task.op].wrong.append(f"{task.op}: {result.why}")

@@ -151,6 +151,7 @@ def _products() -> Iterator[Call]:
 
 def _resampling() -> Iterator[Call]:
     image = values(3, 2, 6, 8)
+    yield aten.affine_grid_generator.default, (values(5, 2, 3), [5, 2, 4, 3], False), {}
     op, back = aten._upsample_bicubic2d_aa, aten._upsample_bicubic2d_aa_backward.default
     yield op.default, (image, [4, 5], False), {}
     yield op.vec, (image, [4, 5], True, None), {}

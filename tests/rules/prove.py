@@ -121,7 +121,15 @@ def _tells(sample: Sample) -> bool:
     results = _outputs(sample)
     if results is None or any(extent < 2 for one in given for extent in one.shape):
         return False
-    return all(_num_nans(one) == 0 and (one.numel() < 2 or len(one.unique()) > 1) for one in results)
+    if given and max(one.numel() for one in given) < 4:
+        return False
+    results = [torch.view_as_real(one.resolve_conj()) if one.is_complex() else one for one in results]
+    return all(bool(one.isfinite().all()) for one in results) and any(map(_varies, results))
+
+
+def _varies(result: torch.Tensor) -> bool:
+    """Whether a result has several values, or one that is not a mere yes, no or count."""
+    return len(result.unique()) > 1 if result.numel() > 1 else result.is_floating_point()
 
 
 def asymmetric(sample: Sample) -> Sample | None:

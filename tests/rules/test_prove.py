@@ -89,5 +89,5 @@ def _task(number: int) -> int:
 def test_a_task_that_ends_its_process_ends_no_other() -> None:
     found = dict(run_all(_task, [1, 2, 3, 4], 2))
     assert found[1] == 10 and found[4] == 40
-    assert found[2] == Died("its process ended with status 7")
-    assert "ValueError: three" in found[3].why
+    assert found[2] == Died("its process ended with status 7", True)
+    assert "ValueError: three" in found[3].why and not found[3].crashed

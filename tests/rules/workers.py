@@ -15,9 +15,10 @@ _CONTEXT = multiprocessing.get_context("fork")
 
 
 class Died(NamedTuple):
-    """What is returned for a task that raised, or whose process ended before its result."""
+    """What is returned for a task that raised, or whose process ended before its result (`crashed`)."""
 
     why: str
+    crashed: bool
 
 
 class _Worker(NamedTuple):
@@ -44,7 +45,7 @@ def run_all(
                 idle.append(worker)
             except EOFError:
                 worker.process.join()
-                result = Died(f"its process ended with status {worker.process.exitcode}")
+                result = Died(f"its process ended with status {worker.process.exitcode}", True)
                 idle.append(_start(function))
             yield task, result
     for worker in idle:
@@ -66,5 +67,5 @@ def _work(function: Callable[[Any], Any], pipe: Connection) -> None:
         try:
             result = function(task)
         except Exception:
-            result = Died(traceback.format_exc())
+            result = Died(traceback.format_exc(), False)
         pipe.send(result)

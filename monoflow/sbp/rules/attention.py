@@ -2,8 +2,8 @@
 
 Rows of the scores are independent, so a part of the queries with all keys gives its part of the output;
 going back it gives its part of the sums over queries that the gradients of keys and values are. The keys'
-length cannot be split: the soft-max normalizes over it. The backward op is not linear in any one
-input (the output enters beside the output's gradient).
+length cannot be split: the soft-max normalizes over it. The backward op is linear in the output's gradient
+while the output itself, which stands beside it, is whole.
 """
 
 from __future__ import annotations
@@ -39,12 +39,8 @@ def _backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     mask = _bias_letters(bias, (*q.shape[:3], k.shape[2]), queries)
     rows = f"bh{queries}_"
     # letters() reads a letter that is missing in an output as contracted, which it is for dk and dv.
-    return letters(
-        call,
-        axis_size,
-        forms,
-        f"{rows},{rows},bh__,bh__,{mask}{rows},bh{queries}->{rows},bh__,bh__",
-    )
+    spec = f"{rows},{rows},bh__,bh__,{mask}{rows},bh{queries}->{rows},bh__,bh__"
+    return letters(call, axis_size, forms, spec, linear=[(0,)])
 
 
 RULES: dict[Callable, OpRule] = {attention: OpRule(_forward), attention_backward: OpRule(_backward)}

@@ -109,7 +109,8 @@ def _kernel_backward(variant: _Variant, call: OpCall, axis_size: int, forms: For
     groups = _groups(variant, call)
     order = ("query", "key", "value", variant.mask)
     outs = [groups.get(name, "-") for name in order[: len(call.outputs)]]
-    return _whole_groups_of_heads(call, axis_size, named(call, axis_size, forms, groups, outs))
+    found = named(call, axis_size, forms, groups, outs, linear=[("grad_out", "grad_out_")])
+    return _whole_groups_of_heads(call, axis_size, found)
 
 
 def _local(call: LocalCall) -> LocalOp:

@@ -168,8 +168,10 @@ def filled(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
 
 
 def spaced(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-    """As split_alone; linear in both ends together."""
-    both = [Signature((P, P), (P,))] if len(call.inputs) == 2 else []
+    """As split_alone; linear in both ends together where no step is rounded to an integer."""
+    dtypes = [meta.dtype for meta in (*call.inputs, *call.outputs) if meta is not None]
+    is_linear = len(call.inputs) == 2 and all(one.is_floating_point for one in dtypes)
+    both = [Signature((P, P), (P,))] if is_linear else []
     return [*split_alone(call, axis_size, forms), *both]
 
 

@@ -90,6 +90,8 @@ def gathered(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     if not source:
         return partials(call, [0])
     dim = wrap(argument(call, "dim"), len(source))
+    if len(index) != len(source):  # torch lets an empty index have other dims
+        return partials(call, [0])
     at = _paired(source, index, dim)
     along = _put(at, dim, "z")
     found = letters(call, axis_size, forms, f"{''.join(at)},{''.join(along)}->{''.join(along)}")
@@ -127,7 +129,7 @@ def local_read(call: LocalCall) -> LocalOp:
 def scattered(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Other dims are split together; along the dim the tensor alone, or, if it adds, all that is added."""
     target, index, *source = (one.shape for one in call.inputs)
-    if not target:
+    if not target or len(index) != len(target):  # torch lets an empty index have other dims
         return []
     dim = wrap(argument(call, "dim"), len(target))
     at = _paired(target, index, dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..layout import B, P
 from ..registry import Forms, OpRule, aten, own_op
 from ..signature import LocalCall, LocalOp, OpCall, Signature
 from .common import (
@@ -64,12 +65,16 @@ def _nll(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     """Splits of every dim but the classes. The total weight is a sum, used only by the mean."""
     reduction = argument(call, "reduction")
     if reduction == _MEAN:
-        return []
+        return [_linear_in_scores(call)]
     groups, target = _class_groups(call)
-    if reduction == _SUM:
-        return named(call, axis_size, forms, groups, ["", ""])
     # Without a reduction the kernel leaves the total weight at zero, so every rank has the same.
-    return named(call, axis_size, forms, groups, [target, "-"])
+    outs = ["", ""] if reduction == _SUM else [target, "-"]
+    return [*named(call, axis_size, forms, groups, outs), _linear_in_scores(call)]
+
+
+def _linear_in_scores(call: OpCall) -> Signature:
+    """A part of the scores gives its part of the loss, over the whole of the weights."""
+    return Signature(linear_signature(call, [tensor_names(call).index("self")]).inputs, (P, B))
 
 
 def _nll_backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
