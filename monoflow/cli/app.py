@@ -23,6 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+_WIDTH = 120  # of tables that go to a file or a pipe
 _HOSTS = "Several hosts (as torchrun)"
 
 
@@ -107,7 +108,8 @@ def plan(
     request = planner.Request(
         script, tuple(args or ()), device, mesh, link, memory, plan, compare, html, save, json
     )
-    raise typer.Exit(planner.plan(request, Console(highlight=False)))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    raise typer.Exit(planner.plan(request, console))
 
 
 @app.command()

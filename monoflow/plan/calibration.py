@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..boxing.curve import Curve
 from ..boxing.route import LinkCost
@@ -34,7 +35,7 @@ class Setting:
         device: the vendor's name of the device.
         torch: the version of torch.
         num_ranks: ranks of this host, all busy at once.
-        num_threads: threads of a rank; 0 off the CPU.
+        num_threads: threads of a rank on a CPU; 0 elsewhere.
     """
 
     device_type: str
@@ -45,8 +46,8 @@ class Setting:
 
     @staticmethod
     def here(device_type: str, num_ranks: int) -> Setting:
-        """This process' own: its device, its torch, its threads."""
-        threads = torch.get_num_threads() if device_type == "cpu" else 0
+        """This machine's with so many ranks, of which this process is one, or which it plans for."""
+        threads = _num_threads(num_ranks) if device_type == "cpu" else 0
         return Setting(device_type, device_name(device_type), torch.__version__, num_ranks, threads)
 
     @property
@@ -132,6 +133,14 @@ def calibration_path(setting: Setting) -> Path:
     threads = f"-{setting.num_threads}-threads" * bool(setting.num_threads)
     name = f"{setting.device_type}-{setting.num_ranks}-ranks{threads}.json"
     return Path(Settings.from_env(os.environ).cache).expanduser() / "calibration" / name
+
+
+def _num_threads(num_ranks: int) -> int:
+    """Threads of a rank: this process' own if it is one of so many, else what `monoflow run` gives each."""
+    joined = dist.is_available() and dist.is_initialized()
+    if num_ranks == (dist.get_world_size() if joined else 1):
+        return torch.get_num_threads()
+    return max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def device_name(device_type: str) -> str:

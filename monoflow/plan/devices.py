@@ -18,7 +18,7 @@ from ..boxing.route import LinkCost
 from ..errors import PlanError
 from ..log import stage_logger
 from ..mesh import Placement
-from .calibration import device_name, load_calibration
+from .calibration import Setting, device_name, load_calibration
 from .cost import Device, Machine
 
 log = stage_logger("plan")
@@ -211,9 +211,9 @@ def _here(placement: Placement, link: str | None) -> Machine:
     else:
         made = _guess(placement)
         log.warning(
-            "this machine is not calibrated for %d ranks on %s: costs are those of %s; "
-            "run `monoflow calibrate -n %d`",
-            placement.size, placement.device_type, made.device.name, placement.size,
+            "this machine is not calibrated for %d ranks on %s: costs are those of %s; run `%s`",
+            placement.size, placement.device_type, made.device.name,
+            Setting.here(placement.device_type, placement.size).command,
         )  # fmt: skip
     if link is None:
         return made

@@ -112,8 +112,18 @@ def test_a_machine_that_was_not_measured_is_guessed_and_says_so(
 ) -> None:
     with caplog.at_level(logging.WARNING, "monoflow"):
         machine = machine_for(mesh(2, 2, device_type="cpu"))
-    assert "run `monoflow calibrate -n 4`" in caplog.text and "not calibrated for 4 ranks" in caplog.text
+    assert "monoflow calibrate -n 4`" in caplog.text and "not calibrated for 4 ranks" in caplog.text
     assert len(machine.links) == 2 and machine.device.flops["float32"] > 1e9
+
+
+def test_ranks_that_are_planned_for_have_the_threads_that_a_launcher_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 12)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 5)
+    assert [Setting.here("cpu", n).num_threads for n in (1, 4, 100)] == [5, 3, 1]
+    assert Setting.here("cpu", 4).command == "OMP_NUM_THREADS=3 monoflow calibrate -n 4"
+    assert Setting.here("xpu", 4).command == "monoflow calibrate -n 4"
 
 
 def test_a_stale_calibration_says_what_differs(cache: Path) -> None:
