@@ -71,7 +71,7 @@ class RuleBook(Mapping[Callable, OpRule]):
         user = self._registered.get(op)
         if user is not None:
             self._note(op, Source.USER, "")
-            return OpRule(partial(self._by_user, user), user.rule.local or _contiguous, tried=not user.proven)
+            return OpRule(partial(self._by_user, user), user.rule.local or _contiguous, tried=True)
         reason = refusal(op)
         if reason is not None:
             self.refused.setdefault(op, reason)
@@ -80,7 +80,7 @@ class RuleBook(Mapping[Callable, OpRule]):
         return OpRule(self._by_trial, None if strided else _contiguous, tried=True)
 
     def _by_user(self, user: UserRule, call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
-        if not user.proven and axis_size > 1:
+        if axis_size > 1 and not user.is_proven(call):
             key = repr(call), axis_size
             if key not in self._found:
                 self._found[key] = Found((), user.prove(call, axis_size))

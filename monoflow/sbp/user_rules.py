@@ -13,14 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..errors import FlowError, LayoutError
 from .layout import Sbp, fits
-from .oracle import WrongRule, wrong_signatures
+from .oracle import WrongRule, describe, wrong_signatures
 from .reading import parse
 from .registry import Forms, LocalRule, OpRule, SignatureRule, letters
 from .rules import RULES
-from .signature import OpCall, Signature
+from .rules.common import argument
+from .signature import OpCall, Signature, TensorMeta
 from .torch_rules import overload_of
 from .trial import each_setting, trial_of
 from .trial_args import Arguments, impurity, outputs_of, quiet, runs
@@ -38,11 +40,20 @@ class WrongRegistration(WrongRule, FlowError):
 
 @dataclass(frozen=True)
 class UserRule:
-    """A registered rule. `proven`: on samples, when it was registered; otherwise when it is first used."""
+    """A registered rule.
+
+    Attributes:
+        samples: the forms of the calls on which it was proven when it was registered. A call of another form
+            (other ranks of tensors, other plain arguments) is proven when a step first makes it.
+    """
 
     op: torch._ops.OpOverload
     rule: OpRule
-    proven: bool
+    samples: frozenset[str] = frozenset()
+
+    def is_proven(self, call: OpCall) -> bool:
+        """Whether a sample has the form of the call."""
+        return _form(call) in self.samples
 
     def prove(self, call: OpCall, axis_size: int) -> str:
         """Proves the rule on trial arguments like a call's; "" if it holds.
@@ -55,7 +66,10 @@ class UserRule:
         """
         trial = trial_of(call)
         if isinstance(trial, str):
-            return f"it could not be proven, {trial}; give register(...) a sample=(...) to prove it on"
+            return (
+                f"it could not be proven for this call, {trial}; give register(...) a sample=(...) whose "
+                "tensors have as many dims and whose plain arguments are the same"
+            )
         given = list(each_setting(trial))
         extents = {n for meta in call.inputs for n in meta.shape}
         for real in (extents, *({n} for n in sorted(extents))):
@@ -101,12 +115,13 @@ def register(
     overload = _operator(op)
     rule = OpRule(_signatures(overload, layouts, linear), local)
     samples = [sample] if isinstance(sample, tuple) and sample else list(sample)
+    forms = set()
     for one in samples:
         arguments: Arguments = (one[:-1], one[-1]) if isinstance(one[-1], dict) else (one, {})
-        _check_sample(overload, arguments)
+        forms.add(_form(_checked(overload, arguments)))
         for axis_size in _AXIS_SIZES:
             _prove(overload, rule, arguments, axis_size)
-    REGISTERED[overload] = UserRule(overload, rule, bool(samples))
+    REGISTERED[overload] = UserRule(overload, rule, frozenset(forms))
 
 
 def unregister(op: Any) -> None:
@@ -195,7 +210,10 @@ def _by_letters(
     axis_size: int,
     forms: Forms,
 ) -> list[Signature]:
-    """`letters`, where a letter whose dims differ in extent (one of them broadcasts) is not split."""
+    """`letters`, where a letter whose dims differ in extent (one of them broadcasts) is not split.
+
+    Only plain splits: a sample of odd sizes, as it should be, proves no blocks.
+    """
     left, right = spec.split("->")
     groups = [*left.split(","), *right.split(",")]
     metas = [*call.inputs, *call.outputs]
@@ -214,7 +232,7 @@ def _by_letters(
             extents.setdefault(letter, set()).add(extent)
     for letter, sizes in extents.items():
         spec = spec.replace(letter, "_") if len(sizes) > 1 and letter not in "_-" else spec
-    return letters(call, axis_size, forms, spec, linear=linear)
+    return letters(call, axis_size, (), spec, linear=linear)
 
 
 def _as_listed(
@@ -235,8 +253,14 @@ def _fits(call: OpCall, signature: Signature, axis_size: int) -> bool:
     )
 
 
-def _check_sample(op: torch._ops.OpOverload, given: Arguments) -> None:
-    """A sample must be able to tell a wrong rule."""
+def _form(call: OpCall) -> str:
+    """What a proof depends on beside extents: ranks of tensors, and the plain arguments."""
+    named = [argument(call, one.name) for one in call.op._schema.arguments]  # pyright: ignore
+    return repr(pytree.tree_map_only(TensorMeta, lambda meta: len(meta.shape), named))
+
+
+def _checked(op: torch._ops.OpOverload, given: Arguments) -> OpCall:
+    """The sample's call; it must be able to tell a wrong rule."""
     try:
         reason = impurity(op, given)
     except Exception as error:
@@ -251,6 +275,7 @@ def _check_sample(op: torch._ops.OpOverload, given: Arguments) -> None:
                 f"flow.sbp.register({op}): output {position} is {one.flatten()[0].item()} everywhere on "
                 "the sample, so that any layout seems right; give it values that differ, such as torch.randn"
             )
+    return describe(op, *given)
 
 
 def _prove(op: torch._ops.OpOverload, rule: OpRule, given: Arguments, axis_size: int) -> None:

@@ -74,7 +74,7 @@ def test_letters_are_proven_on_a_sample() -> None:
         linear=[(0,), (1,)],
         sample=(values(7, 6), values(6, 5)),
     )
-    assert REGISTERED[product].proven
+    assert len(REGISTERED[product].samples) == 1
     assert listed(product, values(9, 3), values(3, 4)) == [
         "S(0), B -> S(0)",
         "S(1), S(0) -> P(sum)",
@@ -98,7 +98,7 @@ def test_signatures_as_text_and_functions() -> None:
     assert listed(row_mean, values(4, 8)) == ["S(1) -> S(0)"]
     flow.sbp.unregister(row_mean)
     flow.sbp.register(row_mean, [Signature((S(1),), (S(0),)), "P -> P(sum)"])
-    assert not REGISTERED[row_mean].proven
+    assert not REGISTERED[row_mean].samples
     assert listed(row_mean, values(4, 8)) == ["S(1) -> S(0)", "P(sum) -> P(sum)"]
     flow.sbp.unregister(row_mean)
 
@@ -137,6 +137,20 @@ def test_without_a_sample_the_first_use_proves_it() -> None:
     flow.sbp.register(row_mean, "mn->n")
     with pytest.raises(WrongRule, match=r"row_mean.*S\(0\) -> P\(sum\)\] is wrong"):
         listed(row_mean, values(32, 48))
+
+
+def test_a_sample_proves_only_calls_of_its_form() -> None:
+    @operator
+    def softmax(x: Tensor, dim: int = 1) -> Tensor:
+        return x.softmax(dim)
+
+    flow.sbp.register(softmax, "S(0) -> S(0)", sample=(values(7, 6), 1))
+    assert listed(softmax, values(8, 4)) == ["S(0) -> S(0)"]  # the default is the sample's
+    assert listed(softmax, values(8, 4, 3)) == ["S(0) -> S(0)"]  # proven by trial
+    with pytest.raises(WrongRule, match=r"softmax.*S\(0\) -> S\(0\)\] is wrong"):
+        listed(softmax, values(8, 4), 0)
+    with pytest.raises(WrongRule):
+        listed(softmax, values(8, 4), -2)
 
 
 def test_a_rule_that_cannot_be_proven_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
