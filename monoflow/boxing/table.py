@@ -7,20 +7,29 @@ the same here, and so are the prices; where no dim is even, a detour through som
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from ..sbp.layout import B, NdSbp, Partial, Sbp, Split
 from ..sbp.signature import TensorMeta
-from .route import LinkCost, carriers, fits_mesh, seconds_of, single_moves
+from .route import LinkCost, Move, carriers, fits_mesh, seconds_of, single_moves
 
 
 class PriceTable:
-    """Seconds from any to any of some layouts of one tensor; infinite where there is no way."""
+    """Seconds from any to any of some layouts of one tensor; infinite where there is no way.
+
+    Args:
+        cut: seconds of a move that only cuts; nothing when left out.
+    """
 
     def __init__(
-        self, layouts: Iterable[NdSbp], meta: TensorMeta, mesh: Sequence[int], links: Sequence[LinkCost]
+        self,
+        layouts: Iterable[NdSbp],
+        meta: TensorMeta,
+        mesh: Sequence[int],
+        links: Sequence[LinkCost],
+        cut: Callable[[Move], float] | None = None,
     ) -> None:
         self.layouts = tuple(dict.fromkeys(layouts))
         size = tuple(mesh)
@@ -36,8 +45,12 @@ class PriceTable:
             for move in single_moves(state, on_axis, meta, size):
                 pads = isinstance(state[move.axis], Split) and isinstance(move.target[move.axis], Partial)
                 end = self.position.get(move.target)
-                if end is not None and not pads:  # full-size zeros instead of a shard: never worth it
-                    table[self.position[state], end] = seconds_of(move, meta, links)
+                if end is None or pads:  # full-size zeros instead of a shard: never worth it
+                    continue
+                price = seconds_of(move, meta, links)
+                if cut is not None and move.kind == "slice":
+                    price = cut(move)
+                table[self.position[state], end] = price
         for middle in range(len(states)):
             np.minimum(table, table[:, middle, None] + table[None, middle, :], out=table)
         self.table = table

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
+import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
+from ..boxing.route import Move
 from ..boxing.table import PriceTable
 from ..graph.step_graph import Phase, Role, StepGraph, info_of, is_getitem, source_of
 from ..mesh import Placement
-from ..sbp.layout import B, NdSbp, Partial, local_shape
+from ..sbp.layout import B, NdSbp, Partial, Split, local_shape
 from ..sbp.registry import OpRule
 from ..sbp.signature import TensorMeta
 from .cost import Machine, op_seconds
@@ -24,6 +28,7 @@ from .fold import Folding
 from .labels import Label, Labels, Value
 from .messages import Tables
 
+_COPY = torch.ops.aten.clone.default
 _NEVER = 1e3  # seconds: what has no way to go
 _HAIR = 1e-13  # seconds a position: among equals the first is taken, on every machine
 
@@ -101,7 +106,7 @@ class Problem:
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
         self.hubs: list[Hub] = []
         self._layouts = self._layouts_by_meta()
-        self._prices: dict[TensorMeta, PriceTable] = {}
+        self._prices: dict[tuple[TensorMeta, bool], PriceTable] = {}
         self._seconds: dict[tuple, float] = {}
         self._build()
 
@@ -275,11 +280,23 @@ class Problem:
         """Seconds from each layout to each."""
         meta = self.labels.metas[value]
         assert meta is not None
-        if meta not in self._prices:
+        key = meta, _is_contiguous(value)
+        if key not in self._prices:
             layouts = {**self._layouts[meta], self.whole: None}
             handed = {tuple(B if isinstance(a, Partial) else a for a in one): None for one in layouts}
-            self._prices[meta] = PriceTable({**layouts, **handed}, meta, self.mesh, self.machine.links)
-        return self._prices[meta].between(sources, targets)
+            self._prices[key] = PriceTable(
+                {**layouts, **handed}, meta, self.mesh, self.machine.links, partial(self._cutting, *key)
+            )
+        return self._prices[key].between(sources, targets)
+
+    def _cutting(self, meta: TensorMeta, contiguous: bool, move: Move) -> float:
+        """Seconds to cut a tensor: what is not contiguous afterwards is copied."""
+        one = move.target[move.axis]
+        assert isinstance(one, Split)
+        if contiguous and one.dim == 0 and one.blocks == 1:
+            return 0.0
+        piece = self._cut(meta, move.target)
+        return op_seconds(_COPY, (piece,), (piece,), self.machine.device)
 
     # --- what a choice means -----------------------------------------------------------------------
 
@@ -322,6 +339,13 @@ class Problem:
                 )
                 outputs[one.name] = self._handed_out(one.name, given)
         return signatures, inputs, outputs
+
+
+def _is_contiguous(value: Value) -> bool:
+    """Whether a tensor was contiguous as it was captured."""
+    held = value[0].meta["val"]
+    tensors = [one for one in pytree.tree_leaves(held) if isinstance(one, torch.Tensor)]
+    return len(tensors) != 1 or tensors[0].is_contiguous()
 
 
 def needed_nodes(graph: StepGraph) -> set[fx.Node]:
