@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -29,6 +30,19 @@ class Curve:
             raise ValueError(f"a curve's amounts must be positive and ascending, got {amounts}")
         if not all(0 < seconds < math.inf for _, seconds in self.points):
             raise ValueError(f"a curve's seconds must be positive, got {self.points}")
+
+    @staticmethod
+    def through(measured: Mapping[float, float]) -> Curve:
+        """The curve of measured seconds by amount.
+
+        Other programs can only add to what is measured, so a call that took longer than a larger one is
+        taken to need no more than that.
+        """
+        least, points = math.inf, []
+        for amount, seconds in sorted(measured.items(), reverse=True):
+            least = min(least, seconds)
+            points.append((amount, least))
+        return Curve(tuple(reversed(points)))
 
     def seconds(self, amount: float) -> float:
         """The time of an amount."""

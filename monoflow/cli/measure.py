@@ -98,7 +98,7 @@ def measure(device_type: str, extent: Extent | None = None) -> Calibration:
     for done, size in enumerate(groups, len(points)):
         _tell(done, total, f"collectives of {size} ranks")
         links[size] = _link(setting, size, timing, extent.sizes)
-    made = {key: Curve(tuple(sorted(found.items()))) for key, found in curves.items()}
+    made = {key: Curve.through(found) for key, found in curves.items()}
     return Calibration(setting, _device(setting, made), links)
 
 
@@ -138,7 +138,7 @@ def _collective(kind: Kind, transport: DistTransport, timing: Timing, sizes: Seq
         held = torch.ones(side // where.shape[1] if isinstance(source[1], Split) else side, side)
         call = partial(apply_move, move, {rank: held.to(timing.device)}, where, transport)
         points[float(move.num_bytes(torch.float32))] = timing.collective(call)
-    return Curve(tuple(sorted(points.items())))
+    return Curve.through(points)
 
 
 def _rank() -> int:

@@ -167,6 +167,11 @@ def test_a_curve_goes_through_its_points_and_bends_by_logarithms() -> None:
     assert curve.seconds(3e5) == pytest.approx(3e-3)
 
 
+def test_measured_curves_never_fall() -> None:
+    curve = Curve.through({1e4: 5e-5, 1e2: 3e-6, 1e3: 9e-5, 1e5: 2e-4})
+    assert curve.points == ((1e2, 3e-6), (1e3, 5e-5), (1e4, 5e-5), (1e5, 2e-4))
+
+
 @pytest.mark.parametrize(
     ("points", "facts"),
     [
