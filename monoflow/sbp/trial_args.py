@@ -10,7 +10,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +103,7 @@ class TrialArguments:
             return None
         lowest = min((n for shape in shapes for n in shape if n > 1), default=2)
         high = lowest if self.domain.integers == "dims" else 2
-        with torch.device("cpu"):  # whatever the user's default is
+        with on_cpu():
             made = iter(
                 [
                     self._tensor(meta, shape, high, scales[i % len(scales)], 1009 * seed + i, double)
@@ -190,12 +190,17 @@ def with_tensors(given: Arguments, tensors: Iterable[torch.Tensor]) -> Arguments
     return args, kwargs
 
 
+def on_cpu() -> AbstractContextManager:
+    """Within: tensors are made on the CPU, whatever the user's default is. Free where that is the CPU."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Within: ops run on the CPU as outside of any user's context, and leave no trace."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(on_cpu())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(warnings.catch_warnings())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ from .oracle import distribute
 from .signature import Signature
 from .trial_args import Arguments, outputs_of, tensors_of, with_tensors
 
-_MOST_CANDIDATES = 1024  # layouts of the inputs that are tried by force
+_MOST_CANDIDATES = 512  # layouts of the inputs that are tried by force
 _MOST_SIGNATURES = 64  # candidates that the oracle is asked about
 _CLOSE = 1e-3  # of the largest value: how near a candidate must come before the oracle is asked
 
@@ -25,9 +25,15 @@ def candidates(op: Callable, given: Arguments) -> list[Signature]:
         given: arguments on which it runs.
     """
     whole = outputs_of(op(*given[0], **given[1]))
+    tensors = tensors_of(given)
+    generator = torch.Generator().manual_seed(0)
+    parts = [
+        {one: distribute(tensor, (one,), (2,), generator) for one in _plain(tensor)} for tensor in tensors
+    ]
     found: dict[Signature, None] = {}
     for inputs in _input_layouts(given):
-        for outputs in _output_layouts(op, given, whole, inputs):
+        held = [parts[i][one] for i, one in enumerate(inputs)]
+        for outputs in _output_layouts(op, given, whole, held):
             found[Signature(inputs, outputs)] = None
     return list(found)[:_MOST_SIGNATURES]
 
@@ -57,14 +63,12 @@ def _first_dim(tensor: torch.Tensor, extent: int) -> Sbp:
 
 
 def _output_layouts(
-    op: Callable, given: Arguments, whole: Sequence[torch.Tensor | None], inputs: tuple[Sbp, ...]
+    op: Callable,
+    given: Arguments,
+    whole: Sequence[torch.Tensor | None],
+    parts: Sequence[Mapping[tuple[int, ...], torch.Tensor]],
 ) -> Iterator[tuple[Sbp, ...]]:
-    """The layouts in which two ranks that take `inputs` hold the outputs; none if one of them raises."""
-    generator = torch.Generator().manual_seed(0)
-    parts = [
-        distribute(tensor, (one,), (2,), generator)
-        for tensor, one in zip(tensors_of(given), inputs, strict=True)
-    ]
+    """The layouts in which two ranks that take these parts hold the outputs; none if one of them raises."""
     held = []
     for rank in range(2):
         args, kwargs = with_tensors(given, [part[rank,] for part in parts])
@@ -72,10 +76,10 @@ def _output_layouts(
             held.append(outputs_of(op(*args, **kwargs)))
         except Exception:  # whatever a user's op raises on a shard: the layout is not one of its own
             return
-    if all(len(one) == len(whole) for one in held):
-        yield from itertools.product(
-            *(_matching(one, ranks) for one, ranks in zip(whole, zip(*held, strict=True), strict=True))
-        )
+        if len(held[-1]) != len(whole):
+            return
+    for_each = zip(whole, zip(*held, strict=True), strict=True)
+    yield from itertools.product(*(_matching(one, ranks) for one, ranks in for_each))
 
 
 def _matching(whole: torch.Tensor | None, held: Sequence[torch.Tensor | None]) -> list[Sbp]:
