@@ -28,8 +28,14 @@ def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: dict[str
     return node
 
 
-def copied(graph: StepGraph) -> fx.Graph:
-    """A copy of the fx graph, free to edit. Node names and metadata are kept."""
+def copied(graph: StepGraph, source_of: Callable[[fx.Node], fx.Node | None] = lambda _: None) -> fx.Graph:
+    """A copy of the fx graph, free to edit. Node names and metadata are kept.
+
+    Args:
+        source_of: for a node just copied (all before it are, too), the node of the copy that it only passes
+            on: that takes its place. Replaced afterwards, every node that is an output would cost a walk
+            over all outputs.
+    """
     new = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.graph.nodes:
@@ -38,8 +44,11 @@ def copied(graph: StepGraph) -> fx.Graph:
             copy = add_call(new, node.target, args, kwargs, node.name)
         else:
             copy = new.create_node(node.op, node.target, args, kwargs, node.name)
-        copy.meta = dict(node.meta)
-        copies[node] = copy
+        copy.meta.update(node.meta)
+        source = source_of(copy)
+        if source is not None:
+            new.erase_node(copy)
+        copies[node] = copy if source is None else source
     return new
 
 

@@ -41,14 +41,7 @@ _UNDO_THEMSELVES = (aten.t.default, aten.transpose.int, aten.view.default)
 
 def clean(graph: StepGraph) -> StepGraph:
     """Removes aliases, copies and shape ops that change nothing; calls placeholders after their inputs."""
-    edited = copied(graph)
-    for node in list(edited.nodes):
-        if node.target is aten.cat.default:
-            _drop_empty(node)
-        source = _source(node)
-        if source is not None:
-            node.replace_all_uses_with(source)
-            edited.erase_node(node)
+    edited = copied(graph, _source)
     placeholders = [node for node in edited.nodes if node.op == "placeholder"]
     for one, node in zip(graph.inputs, placeholders, strict=True):
         node._rename(_NO_IDENTIFIER.sub("_", one.name))
@@ -68,6 +61,7 @@ def _source(node: fx.Node) -> fx.Node | None:
     if node.target in _ALWAYS:
         return node.args[0]  # pyright: ignore[reportReturnType]
     if node.target is aten.cat.default:
+        _drop_empty(node)
         parts: Any = node.args[0]
         return parts[0] if len(parts) == 1 and _same(parts[0], node) else None
     position = _IF_SAME.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
@@ -84,13 +78,16 @@ def _undone(node: fx.Node) -> fx.Node | None:
     view: Any = node.args[0]
     if view.target is not node.target:
         return None
-    if node.target is aten.transpose.int:
-        num_dims = max(1, node.meta["val"].dim())
-        swapped = [{dim % num_dims for dim in one.args[1:]} for one in (node, view)]
-        if swapped[0] != swapped[1]:
-            return None
+    if node.target is aten.transpose.int and _dims(view) != _dims(node):
+        return None
     source = view.args[0]
     return source if _same(source, node) else None
+
+
+def _dims(transpose: fx.Node) -> set[int]:
+    """The dims that a transpose swaps, counted from the front."""
+    dims: Any = transpose.args[1:]
+    return {dim % max(1, transpose.meta["val"].dim()) for dim in dims}
 
 
 def _same(source: fx.Node, node: fx.Node) -> bool:
