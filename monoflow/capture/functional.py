@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 
 from ..graph.rewrite import add_call
 from ..graph.step_graph import info_of, is_getitem
+from .record import Recording
 from .sum_form import table
 from .writes import Written, writes
 
@@ -47,7 +48,11 @@ def functionalize(
     written = Written(traced.graph, fakes) if copy_nodes else None
 
     def run(*values: torch.Tensor) -> Any:
-        return _Replay(traced, forms, written, [_node_of(value) for value in values])(values)
+        replay = _Replay(traced, forms, written, [_node_of(value) for value in values])
+        if not copy_nodes or not values:
+            return replay(values)
+        with fakes[0].fake_mode, Recording(others=forms):  # pyright: ignore[reportAttributeAccessIssue]
+            return replay(values)
 
     with torch.no_grad(), _use_lazy_graph_module(True):
         made = make_fx(run, decomposition_table=forms)(*(fake.detach() for fake in fakes))

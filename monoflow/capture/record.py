@@ -10,7 +10,7 @@ tests/null/test_record.py fails when they move.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
     snapshot_fake,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph.rewrite import add_call
 
@@ -65,6 +66,25 @@ class Recorder:
             torch._C._set_dispatch_mode(proxies)
         _follow(result, add_call(tracer.graph, func, node_args, node_kwargs, name), tracer)
         return result
+
+
+class Recording(TorchDispatchMode):
+    """Within: ops are recorded the shorter way where they can be.
+
+    Args:
+        others: ops that always take torch's own way, such as those that it decomposes.
+    """
+
+    def __init__(self, others: Container[Any] = ()) -> None:
+        super().__init__()
+        self.recorder, self.others = Recorder(), others
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = NotImplemented if func in self.others else self.recorder.record(func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
 
 def _name(func: Any) -> str:

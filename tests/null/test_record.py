@@ -10,32 +10,28 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from monoflow.capture.record import Recorder
+from monoflow.capture.record import Recorder, Recording
 
 
-class Recording(TorchDispatchMode):
-    """Sends every op the short way, if it may go it; notes which did not."""
+class Noting(Recorder):
+    """Notes which ops do not go the short way."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.recorder, self.others = Recorder(), []
+        self.others: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = self.recorder.record(func, args, kwargs or {})
-        if result is NotImplemented:
-            if func.namespace != "prim":  # a question, no op of the trace
-                self.others.append(str(func).removeprefix("aten."))
-            return func(*args, **(kwargs or {}))
+    def record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = super().record(func, args, kwargs)
+        if result is NotImplemented and func.namespace != "prim":  # a question, no op of the trace
+            self.others.append(str(func).removeprefix("aten."))
         return result
 
 
 def both(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[fx.Graph, fx.Graph, list[str]]:
     """The trace with the short way, torch's own, and the ops that did not go the short way."""
     traces, mode = [], Recording()
+    mode.recorder = noting = Noting()
     for short in (True, False):
         with FakeTensorMode() as fakes:
             inputs = [torch.empty(shape) for shape in shapes]
@@ -50,7 +46,7 @@ def both(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[fx.Gra
         graph = make_fx(run)(*inputs).graph
         graph.eliminate_dead_code(lambda node: node.op != "call_function" or "_." in str(node.target))
         traces.append(graph)
-    return traces[0], traces[1], mode.others
+    return traces[0], traces[1], noting.others
 
 
 def lines(graph: fx.Graph) -> list[tuple]:
@@ -121,6 +117,23 @@ def test_an_op_that_fails_leaves_the_trace_as_it_was() -> None:
 
     short, _, _ = both(function, (3, 4))
     assert [line[1] for line in lines(short)][:-1] == ["aten.add.Tensor"]
+
+
+def test_ops_that_torch_decomposes_are_left_to_it() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        with Recording(others=(torch.ops.aten.silu.default,)):
+            return [torch.nn.functional.silu(x) + 1]
+
+    with FakeTensorMode() as mode:
+        x = torch.empty(3)
+    form = {torch.ops.aten.silu.default: lambda x: x * x.sigmoid()}
+    graph = make_fx(function, decomposition_table=form)(x).graph  # type: ignore[arg-type]
+    assert [str(node.target) for node in graph.nodes if node.op == "call_function"] == [
+        "aten.sigmoid.default",
+        "aten.mul.Tensor",
+        "aten.add.Tensor",
+    ]
+    assert all(node.meta["val"].fake_mode is mode for node in graph.nodes if node.op == "call_function")
 
 
 def test_memory_shared_by_views_is_shared_by_what_the_trace_keeps() -> None:
