@@ -44,6 +44,7 @@ aten = torch.ops.aten
 _LOSSES = {aten._log_softmax.default, aten._log_softmax_backward_data.default}
 _ROUNDS = 8  # of pricing, and of fitting one plan into a limit
 _MOMENTS = 12  # that a limit is held at, a round
+_DEAR = 1e4  # steps that a rank would rather wait than hold twice the limit
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,27 @@ def search(
         PlanError: nothing fits the limit.
         LayoutError: a pin does not fit.
     """
+    best, smallest = _searched(captured, placement, machine, pins, rules, limit)
+    if best is not None:
+        return verify_plan(best)
+    works = smallest.predicted.peak_bytes
+    for _ in range(_ROUNDS):  # a limit that is said to work has been tried
+        found, least = _searched(captured, placement, machine, pins, rules, works)
+        if found is not None:
+            break
+        works = max(works, least.predicted.peak_bytes) + works // 100
+    raise PlanError(_too_small(smallest, limit, works))
+
+
+def _searched(
+    captured: StepGraph,
+    placement: Placement,
+    machine: Machine,
+    pins: Pins,
+    rules: Mapping[Callable, OpRule],
+    limit: int,
+) -> tuple[Plan | None, Candidate]:
+    """The fastest plan within a limit, if one was found, and the one that holds the least."""
     best: Candidate | None = None
     smallest: Candidate | None = None
     bounds: list[float] = []
@@ -241,11 +263,11 @@ def search(
         log.info("searched %d classes of nodes: bound %.4g s", space.problem.folding.num_classes, bounds[-1])
     assert smallest is not None
     if best is None:
-        raise PlanError(_too_small(smallest, limit))
+        return None, smallest
     bound = min(bounds)
     gap = max(0.0, 1 - bound / best.predicted.seconds) if best.predicted.seconds > 0 else 0.0
     made = replace(best.plan, search=Search(bound, gap, tried, limit), predicted=best.predicted)
-    return verify_plan(made)
+    return made, smallest
 
 
 def _forms(
@@ -269,7 +291,7 @@ def _worth(columns: Sequence[tuple[np.ndarray, float]], limit: int) -> np.ndarra
     What no mixture fits is let through at a price that no plan would pay.
     """
     num_moments = len(columns[0][0])
-    dear = 10.0 * max(cost for _, cost in columns)
+    dear = _DEAR * max(cost for _, cost in columns)
     held = np.stack([one for one, _ in columns]) / limit
     program = highspy.HighsLp()
     program.num_col_, program.num_row_ = len(columns) + 1, num_moments + 1
@@ -295,7 +317,7 @@ def _worth(columns: Sequence[tuple[np.ndarray, float]], limit: int) -> np.ndarra
     return np.maximum(-duals, 0.0) / limit
 
 
-def _too_small(least: Candidate, limit: int) -> str:
+def _too_small(least: Candidate, limit: int, works: int) -> str:
     """By how much nothing fits, what holds the memory, and what would do."""
     predicted, plan = least.predicted, least.plan
     over = predicted.peak_bytes - limit
@@ -313,6 +335,6 @@ def _too_small(least: Candidate, limit: int) -> str:
     return (
         f"no plan on {plan.placement} holds at most {limit:,} bytes a rank: the smallest found needs "
         f"{predicted.peak_bytes:,}, {over:,} more, at its peak {predicted.peak_item}{where} ({parts}). The "
-        f"largest inputs are {names}. A limit of {predicted.peak_bytes:,} works; or use more ranks, or a "
+        f"largest inputs are {names}. A limit of {works:,} works; or use more ranks, or a "
         "smaller batch"
     )
