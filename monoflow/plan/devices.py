@@ -15,6 +15,7 @@ from types import MappingProxyType
 import torch
 
 from ..boxing.route import LinkCost
+from ..config import Settings
 from ..errors import PlanError
 from ..log import stage_logger
 from ..mesh import Placement
@@ -191,7 +192,10 @@ def is_within_host(placement: Placement, axis: int) -> bool:
 def _named(placement: Placement, device: str, link: str | None) -> Machine:
     if device not in DEVICES:
         raise PlanError(f"no table of a device {device!r}; there are {', '.join(DEVICES)}")
-    sheet = DEVICES[device]
+    return _of_sheet(placement, DEVICES[device], link)
+
+
+def _of_sheet(placement: Placement, sheet: Sheet, link: str | None) -> Machine:
     where = ["host" if is_within_host(placement, axis) else "network" for axis in range(placement.num_axes)]
     links = [_link(link or sheet.links[place]) for place in where]
     pairs = zip(links, placement.shape, strict=True)
@@ -205,19 +209,48 @@ def _link(name: str) -> LinkSheet:
 
 
 def _here(placement: Placement, link: str | None) -> Machine:
-    found = load_calibration(placement.device_type, placement.size)
-    if found is not None:
-        made = found.machine(placement.shape)
-    else:
+    """This host's calibration; axes that leave the host, which it cannot know, have a shipped link."""
+    local = _ranks_of_host(placement)
+    found = load_calibration(placement.device_type, local)
+    if found is None:
         made = _guess(placement)
+        setting = Setting.here(placement.device_type, local)
         log.warning(
             "this machine is not calibrated for %d ranks on %s: costs are those of %s; run `%s`",
-            placement.size, placement.device_type, made.device.name,
-            Setting.here(placement.device_type, placement.size).command,
+            local, placement.device_type, made.device.name, setting.command,
         )  # fmt: skip
+    else:
+        network = _network(placement)
+        inside = [math.prod(placement.shape[axis:]) <= local for axis in range(placement.num_axes)]
+        pairs = list(zip(inside, placement.shape, strict=True))
+        here = found.machine([size if within else 1 for within, size in pairs]).links
+        links = [
+            own if within else link_of(network, size) for own, (within, size) in zip(here, pairs, strict=True)
+        ]
+        made = Machine(found.device, tuple(links))
     if link is None:
         return made
     return Machine(made.device, tuple(link_of(_link(link), size) for size in placement.shape))
+
+
+def _ranks_of_host(placement: Placement) -> int:
+    """How many of a placement's ranks this host has: all of them, unless a launcher says otherwise."""
+    settings = Settings.from_env(os.environ)
+    return min(placement.size, settings.local_world_size) if settings.world_size > 1 else placement.size
+
+
+def _network(placement: Placement) -> LinkSheet:
+    """The link between hosts that devices of a type most often have."""
+    if placement.device_type == "cpu":
+        return LINKS["ethernet-100g"]
+    sheet = _known(placement.device_type)
+    return LINKS[(sheet or DEVICES["a100"]).links["network"]]
+
+
+def _known(device_type: str) -> Sheet | None:
+    """The table of this host's accelerator, if there is one."""
+    name = device_name(device_type)
+    return next((one for one in DEVICES.values() if all(mark in name for mark in one.marks)), None)
 
 
 def _guess(placement: Placement) -> Machine:
@@ -227,9 +260,8 @@ def _guess(placement: Placement) -> Machine:
         rates = {"float32": 4e10 * cores, "float64": 2e10 * cores}
         device = Device("an unknown CPU", rates, 5e9 * cores, 5e-6, memory_of("cpu", placement.size))
         return Machine(device, (LinkCost(2e-4, 6e-10, 1e-4),) * placement.num_axes)
-    name = device_name(placement.device_type)
-    known = [key for key, sheet in DEVICES.items() if all(mark in name for mark in sheet.marks)]
-    return _named(placement, known[0] if known else "a100", None)
+    sheet = _known(placement.device_type) or DEVICES["a100"]
+    return _of_sheet(placement, sheet, None)
 
 
 def memory_of(device_type: str, num_ranks: int) -> int:

@@ -107,6 +107,19 @@ def test_axes_take_the_links_of_their_size(cache: Path, caplog: pytest.LogCaptur
     assert flat.links[0].seconds("all_reduce", 1000) == 0.0
 
 
+def test_axes_that_leave_the_host_have_a_shipped_link(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = calibration(4)
+    made.save(calibration_path(made.setting))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    outer, inner = machine_for(mesh(2, 4, device_type="cpu")).links
+    assert inner == made.links[4] and outer.beta == pytest.approx(1 / (12.5e9 * ACHIEVED.link))
+    outer, inner = machine_for(mesh(4, 2, device_type="cpu")).links
+    assert inner == made.links[2] and outer.beta == pytest.approx(1 / (12.5e9 * ACHIEVED.link))
+    (line,) = machine_for(mesh(8, device_type="cpu")).links
+    assert line.beta == outer.beta and line.alpha == pytest.approx(3 * 3e-5)
+
+
 def test_a_machine_that_was_not_measured_is_guessed_and_says_so(
     cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
