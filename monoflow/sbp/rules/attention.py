@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..layout import B, P
 from ..ops.attention import attention, attention_backward
 from ..registry import Forms, OpRule, letters
 from ..signature import OpCall, Signature, TensorMeta
@@ -30,7 +31,9 @@ def _forward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
     queries = "_" if is_causal else "q"
     mask = _bias_letters(bias, (*q.shape[:3], k.shape[2]), queries)
     inputs = f"bh{queries}_,bh__,bh__,{mask}".removesuffix(",")
-    return letters(call, axis_size, forms, f"{inputs}->bh{queries}_,bh{queries}")
+    found = letters(call, axis_size, forms, f"{inputs}->bh{queries}_,bh{queries}")
+    others = (B,) * (len(call.inputs) - 3)
+    return [*found, Signature((B, B, P, *others), (P, B))]  # the scores do not know the values
 
 
 def _backward(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
