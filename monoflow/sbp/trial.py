@@ -271,5 +271,7 @@ def _constant_outputs(trial: TrialArguments) -> list[int]:
         with quiet():
             for position, one in enumerate(outputs_of(trial.call.op(*given[0], **given[1]))):
                 if one is not None:
-                    seen.setdefault(position, set()).update(one.flatten()[:64].tolist() or (0, 1))
+                    real = torch.view_as_real(one) if one.is_complex() else one
+                    extremes = (real.min().item(), real.max().item()) if real.numel() else (0, 1)
+                    seen.setdefault(position, set()).update(extremes)
     return [position for position, values in seen.items() if len(values) < 2]

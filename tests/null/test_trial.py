@@ -120,6 +120,21 @@ def standardized(x: Tensor) -> Tensor:
     return (x - x.mean(0)) / (x.std(0) + 1e-5)
 
 
+@operator
+def num_positive(x: Tensor) -> Tensor:
+    return (x > 0).sum()
+
+
+@operator
+def first_of_each_kind(x: Tensor) -> Tensor:
+    """A capacity: rows beyond a share of the whole batch are dropped."""
+    kind, kept = x.argmax(1), torch.zeros_like(x)
+    for one in range(x.shape[1]):
+        rows = (kind == one).nonzero().flatten()[: max(1, x.shape[0] // x.shape[1])]
+        kept[rows] = x[rows] * (one + 1)
+    return kept
+
+
 @pytest.mark.parametrize(
     ("op", "shape", "expected"),
     [
@@ -130,6 +145,8 @@ def standardized(x: Tensor) -> Tensor:
         (turned, (8, 64, 48), {"S(0) -> S(0)", "S(2) -> S(2)", "P(sum) -> P(sum)"}),  # positions
         (cut_off, (2048, 6), {"S(1) -> S(1)", "P(sum) -> P(sum)"}),  # right for small sizes only
         (standardized, (32, 48), {"S(1) -> S(1)"}),
+        (num_positive, (32, 48), {"S(0) -> P(sum)", "S(1) -> P(sum)"}),
+        (first_of_each_kind, (64, 8), set()),
     ],
 )
 def test_nothing_is_listed_that_holds_by_chance(
