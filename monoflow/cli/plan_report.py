@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from torch import fx
 
-from ..graph.step_graph import Phase, Role, info_of, is_getitem, metas_of, op_name
 from ..plan.cost import Machine
+from ..plan.overview import layout_rows, overview
 from ..plan.plan import Plan
 from ..plan.predict import Prediction
-from ..sbp.layout import NdSbp, text
-from ..viz.plan_page import duration, size
+from ..plan.tabulate import duration, size
+from ..sbp.layout import text
 
 _MOST_ROWS = 40
 
@@ -38,46 +36,6 @@ class Planned:
     def limit(self) -> int:
         """Bytes that a rank has."""
         return self.machine.device.capacity
-
-
-@dataclass(frozen=True)
-class LayoutRow:
-    """Parameters that are named, shaped and laid out alike.
-
-    Attributes:
-        pattern: their name with `*` for the numbers in it.
-        state: the layout of their optimizer state; None where they have none.
-    """
-
-    pattern: str
-    meta: str
-    layout: NdSbp
-    state: NdSbp | None
-    count: int
-    num_bytes: int
-
-
-def layout_rows(plan: Plan) -> list[LayoutRow]:
-    """Parameters by pattern, those of the most bytes first."""
-    states: dict[str, NdSbp] = {}
-    for one in plan.graph.inputs:
-        if one.role is Role.STATE and one.meta.shape == plan.graph.input_of[one.of].meta.shape:
-            states.setdefault(one.of, plan.inputs[one.name])
-    groups: dict[LayoutRow, LayoutRow] = {}
-    for one in plan.graph.inputs:
-        if one.role is Role.PARAM:
-            row = LayoutRow(
-                _pattern(one.name), str(one.meta), plan.inputs[one.name], states.get(one.name), 0, 0
-            )
-            known = groups.get(row, row)
-            total = known.num_bytes + one.meta.num_bytes
-            groups[row] = replace(known, count=known.count + 1, num_bytes=total)
-    rows = groups.values()
-    return sorted(rows, key=lambda row: -row.num_bytes)
-
-
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", name)
 
 
 def report(done: Planned) -> RenderableType:
@@ -148,48 +106,8 @@ def _all_plans(done: Planned) -> Iterator[tuple[str, float, int]]:
 
 
 def as_data(done: Planned) -> dict[str, Any]:
-    """What is shown, and the memory at every point in time, as JSON has it."""
-    plan = done.plan
-    rows = [
-        asdict(row)
-        | {
-            "layout": text(row.layout),
-            "axes": [str(one) for one in row.layout],
-            "state": text(row.state) if row.state is not None else None,
-        }
-        for row in layout_rows(plan)
-    ]
-    return {
-        "step": plan.graph.name,
-        "plan": plan.name,
-        "mesh": dict(zip(plan.placement.axes, plan.placement.shape, strict=True)),
-        "device": done.machine.device.name,
-        "limit_bytes": done.limit,
-        "parameters": rows,
-        "layers": list(_layers(plan)),
-        "predicted": done.predicted.as_data(),
-        "compared": {name: {"seconds": s, "peak_bytes": peak} for name, s, peak in _all_plans(done)},
-        "search": {"bound": plan.search.bound, "gap": plan.search.gap} if plan.search is not None else None,
-        "unruled": dict(plan.unruled),
-    }
-
-
-def _layers(plan: Plan) -> Iterator[dict[str, Any]]:
-    """The largest result of every module in forward, modules that differ only by numbers taken together."""
-    largest: dict[str, tuple[fx.Node, int]] = {}
-    for node in plan.graph.calls():
-        info, meta = info_of(node), metas_of(node)[0]
-        if info.phase is Phase.FORWARD and meta is not None and not is_getitem(node):
-            known = largest.get(info.module)
-            if known is None or meta.num_bytes > known[1]:
-                largest[info.module] = node, meta.num_bytes
-    found: dict[tuple, int] = {}
-    for module, (node, _) in largest.items():
-        axes = tuple(str(one) for one in plan.layouts(node)[0])
-        key = _pattern(module), op_name(node.target), str(metas_of(node)[0]), axes
-        found[key] = found.get(key, 0) + 1
-    for (module, op, meta, axes), count in found.items():
-        yield {"module": module, "op": op, "meta": meta, "axes": list(axes), "count": count}
+    """What is shown, the layout of every module, and the step item by item, as JSON has it."""
+    return overview(done.plan, done.predicted, done.machine, done.others)
 
 
 def _parts(amounts: Mapping[str, Any], shown: Any) -> str:
