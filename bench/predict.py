@@ -34,8 +34,8 @@ from monoflow.runtime.allocations import allocations
 #: Mesh shapes and the plans that are run on each.
 MESHES: dict[tuple[int, ...], tuple[str, ...]] = {
     (1,): ("data",),
-    (2,): ("data", "zero", "tensor"),
-    (2, 2): ("data x tensor", "zero x tensor", "data", "zero"),
+    (2,): ("data", "zero", "tensor", "auto"),
+    (2, 2): ("data x tensor", "zero x tensor", "auto"),
 }
 PEAK_GOAL, SECONDS_GOAL = 0.10, 0.25
 
@@ -127,11 +127,9 @@ def measured(example: str, mesh: tuple[int, ...], plan: str, steps: int) -> Row:
     step(batch)
     compiled = step._require()
     predicted = predict(compiled.plan, machine_for(placement))
-    inputs = step._bound(compiled).read((batch,), {})
-    before = sum(tensor.nbytes for tensors in inputs.values() for tensor in tensors)
-    _, found = allocations(lambda: compiled.engine.run(inputs), torch.device("cpu"))
+    held = min(_held(step, compiled, batch) for _ in range(5))  # frees by Gloo's threads may go unseen
     seconds = [_timed(step, batch) for _ in range(steps)]
-    peak, median = _largest(before + found.peak, statistics.median(seconds))
+    peak, median = _largest(held, statistics.median(seconds))
     return Row(
         example,
         mesh,
@@ -142,6 +140,14 @@ def measured(example: str, mesh: tuple[int, ...], plan: str, steps: int) -> Row:
         median,
         predicted.seconds_of("compute"),
     )
+
+
+def _held(step: Any, compiled: Any, batch: Any) -> int:
+    """The peak of one step on this rank: what comes in, and what is allocated."""
+    inputs = step._bound(compiled).read((batch,), {})
+    before = sum(tensor.nbytes for tensors in inputs.values() for tensor in tensors)
+    _, found = allocations(lambda: compiled.engine.run(inputs), torch.device("cpu"))
+    return before + found.peak
 
 
 def _timed(step: Any, batch: Any) -> float:

@@ -29,7 +29,8 @@ def allocations(work: Callable[[], T], device: torch.device) -> tuple[T, Allocat
     """Runs a piece of work and says what it allocated on a device.
 
     On a CPU torch's profiler notes every allocation, of torch's other threads (Gloo's) too, but not that
-    what was there before is freed. An accelerator's allocator keeps statistics; its peak is reset.
+    what was there before is freed; a free by one of those threads it may miss, so that among several runs
+    the least is right. An accelerator's allocator keeps statistics; its peak is reset.
     """
     if device.type == "cpu":
         return _on_cpu(work)

@@ -50,11 +50,16 @@ def run(plan: str, grid: list, rows: int) -> tuple[int, int]:
     compiled, rank = step._require(), dist.get_rank()
     inputs = step._bound(compiled).read((ids,), {})
     before = sum(one.nbytes for one in inputs[rank])
-    dist.barrier()
-    _, found = allocations(lambda: compiled.engine.run(inputs), torch.device("cpu"))
     predicted = predict(compiled.plan, REFERENCE, coordinate=placement.coordinate(rank))
     assert predicted.memory.before == before
-    return predicted.peak_bytes, before + found.peak
+    peaks = []
+    for _ in range(5):  # now and then a free by one of Gloo's threads goes unseen
+        inputs = step._bound(compiled).read((ids,), {})
+        dist.barrier()
+        peaks.append(
+            allocations(lambda given=inputs: compiled.engine.run(given), torch.device("cpu"))[1].peak
+        )
+    return predicted.peak_bytes, before + min(peaks)
 
 
 @pytest.mark.parametrize(
@@ -70,4 +75,4 @@ def test_every_rank_allocates_what_is_predicted(
     plan: str, grid: list, rows: int, run_ranks: RunRanks
 ) -> None:
     for predicted, measured in run_ranks(flow.placement("cpu", grid).size, run, plan, grid, rows):
-        assert predicted == pytest.approx(measured, rel=0.1)
+        assert predicted == pytest.approx(measured, rel=0.05)
