@@ -22,7 +22,7 @@ from .donate import IN_PLACE
 from .facts import may_share_memory
 from .labels import Value
 from .messages import Tables
-from .problem import Hub, Problem
+from .problem import Edge, Hub, Problem
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,9 @@ class Holding:
                     self._alone(value, number)
                 else:
                     self._brought(value, number, own[0])
+        self._next_values()
+        for edge in problem.edges:
+            self._taken(edge)
         for hub in problem.hubs:
             if hub.value[0].op == "placeholder" or hub.value in spans.root:
                 self._copied(hub)
@@ -198,6 +201,47 @@ class Holding:
         waiting = np.where(same, (given[:, None] * waits)[:, None, :], (brought[:, None] * waits)[None, :, :])
         work = np.repeat(self._work(value[0])[:, None], len(brought), 1)
         self.terms.append(_Term((number, hub.number), held, waiting, work))
+
+    def _taken(self, edge: Edge) -> None:
+        """The copy that an op takes of what comes in another layout, while it runs."""
+        at = [self.spans.position.get(one, -1) for one in self.problem.folding.members[edge.node]]
+        count = np.array([float(at.count(moment)) for moment in self.moments])
+        number = self.problem.variable[edge.node]
+        if not count.any() or number == edge.giver:
+            return
+        wanted = [self.problem.labels.wanted(edge.node, position) for position in edge.positions]
+        sizes = {
+            one: size
+            for side in wanted
+            for one, size in zip(side, self._sizes(edge.value, side), strict=True)
+        }
+        copies = np.array(
+            [
+                [sum(sizes[one] for one in {*row} - {given}) for row in zip(*wanted, strict=True)]
+                for given in edge.given
+            ]
+        )
+        held = copies[:, :, None] * count
+        self.terms.append(_Term((edge.giver, number), held, np.zeros_like(held), np.zeros(copies.shape)))
+
+    def _next_values(self) -> None:
+        """What an update makes in another layout than it is stored in: it is not in place, and is moved."""
+        graph, first = self.problem.graph, self.problem.folding.first
+        made: dict[tuple[Value, fx.Node], list[int]] = {}
+        for one, node in zip(graph.outputs, graph.results, strict=True):
+            source, index = source_of(node)
+            if one.replaces and source in self.spans.position:
+                owner = first[graph.placeholders[one.replaces]]
+                made.setdefault(((first[source], index), owner), []).append(self.spans.position[source])
+        for (value, owner), positions in made.items():
+            given, stored = self.problem.labels.given(value), self.problem.labels.given((owner, 0))
+            own, kept = self._sizes(value, given), self._sizes((owner, 0), stored)
+            both = own[:, None] + kept[None, :] if value[0].target in IN_PLACE else 0 * own[:, None] + kept
+            moved = np.where([[a == b for b in stored] for a in given], 0.0, both)
+            held = moved[:, :, None] * self._count([(at, self.spans.end) for at in positions])
+            variables = self.problem.variable[value[0]], self.problem.variable[owner]
+            if variables[0] != variables[1]:
+                self.terms.append(_Term(variables, held, np.zeros_like(held), np.zeros(moved.shape)))
 
     def _copied(self, hub: Hub) -> None:
         """A copy of what is held anyway: a gathered parameter, or a view that is moved."""

@@ -69,6 +69,17 @@ class _Read:
 
 
 @dataclass(frozen=True)
+class Edge:
+    """Where a class of nodes takes a value: from which variable, in which layouts, at which positions."""
+
+    value: Value
+    giver: int
+    given: tuple[NdSbp, ...]
+    node: fx.Node
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Goal:
     """What the choices are around.
 
@@ -105,6 +116,7 @@ class Problem:
         self.unary: list[np.ndarray] = []
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
         self.hubs: list[Hub] = []
+        self.edges: list[Edge] = []
         self._layouts = self._layouts_by_meta()
         self._prices: dict[tuple[TensorMeta, bool], PriceTable] = {}
         self._seconds: dict[tuple, float] = {}
@@ -207,6 +219,7 @@ class Problem:
                 self._pair(giver, hub, count * self._moves(value, given, layouts))
                 giver, given = hub, layouts
             for read in members:
+                self.edges.append(Edge(value, giver, tuple(given), read.node, read.positions))
                 self._pair(giver, self.variable[read.node], read.count * self._bring(value, given, read))
             for name in own:
                 self._hand_out(giver, given, value, name)

@@ -125,27 +125,35 @@ class Space:
             return
         bound = solved.bound
         yield self.fitted(solved, limit), bound
-        moments = [at for at, _ in self._excess(plain, limit)]
+        excess = dict(self._excess(plain, limit))
         columns: dict[tuple[int, ...], None] = {solved.choices: None}
-        prices = np.zeros(len(moments))
+        # What the prediction sees and the tables do not, by moment: workspace, a move's two ends.
+        unseen: dict[int, float] = {}
+        prices = np.zeros(0)
         for _ in range(_ROUNDS):
+            moments = list(dict.fromkeys([*unseen, *excess]))
+            prices = np.concatenate([prices, np.zeros(len(moments) - len(prices))])
             holding = Holding(self.problem, self.spans, moments)
+            known = holding.held(solved.choices, prices)[0]
+            for at, held in zip(moments, known, strict=True):
+                if at not in unseen:
+                    unseen[at] = max(0.0, limit + excess[at] - held)
+            beside = np.array([unseen[at] for at in moments])
             model = []
             for one in columns:
                 held, again = holding.held(one, prices)
-                model.append((held, self.tables.cost(one) + again))
+                model.append((held + beside, self.tables.cost(one) + again))
             prices = _worth(model, limit)
             solved = solve(
                 holding.priced(self.tables, prices), self.components, starts=list(columns), max_sweeps=60
             )
-            bound = max(bound, solved.bound - float(prices.sum()) * limit)
+            bound = max(bound, solved.bound - float(prices @ (limit - beside)))
             if solved.choices in columns:
                 return
             columns[solved.choices] = None
             found = self.fitted(solved, limit)
             yield found, bound
-            fresh = [at for at, _ in self._excess(found, limit) if at not in moments][:2]
-            moments, prices = [*moments, *fresh], np.concatenate([prices, np.zeros(len(fresh))])
+            excess = {at: over for at, over in self._excess(found, limit)[:2] if at not in unseen}
 
     def fitted(self, solved: Solved, limit: int) -> Candidate:
         """A choice's plan with as little recomputation as brings it under the limit, if that is possible."""
