@@ -142,7 +142,7 @@ def measure(case: Case) -> Measured:
         captured_at = clock()
         if case.plan:
             ranks = torch.arange(torch.Size(case.mesh).numel()).reshape(case.mesh).tolist()
-            compiler.plan(captured, placement("cpu", ranks), case.plan, {})
+            compiler.plan(captured, [placement("cpu", ranks)], case.plan, {})
         totals = {"capture": captured_at - start, "capture + plan": clock() - start}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     nodes = sum(1 for _ in captured.graph.calls())
@@ -184,7 +184,9 @@ def _ratio(above: Mapping[str, float], below: Mapping[str, float], stage: str) -
 def main(
     gpt2_layers: Annotated[list[int], typer.Option(help="depths of GPT-2; 0 leaves it out")] = [12],  # noqa: B006
     llama_layers: Annotated[list[int], typer.Option(help="depths of Llama; 0 leaves it out")] = [20, 80],  # noqa: B006
-    plan: Annotated[str, typer.Option(help="plan on two axes; '' for capture alone")] = "data x tensor",
+    plan: Annotated[
+        str, typer.Option(help="auto, a template for two axes, or '' for capture alone")
+    ] = "auto",
     cpu: Annotated[bool, typer.Option(help="count CPU seconds, for a machine that others use too")] = False,
 ) -> None:
     """Measures capture and planning of GPT-2 on 4 x 2 devices and of a Llama-70B shape on 16 x 8."""
