@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..lower.local import update_in_place
 from ..plan.cost import curve_key
 from ..plan.op_class import OpClass, amount_of, class_of
 from ..sbp.ops import random as _random  # noqa: F401  (it defines the ops)
@@ -69,6 +70,9 @@ class Point:
         return self.probe.make(self.size, self.dtype, self.device)
 
     def run(self, arguments: tuple[Any, ...]) -> Any:
+        if self.kind is OpClass.OPTIMIZER:  # as programs call it
+            update_in_place(self.probe.op, *arguments, **self.probe.keywords)
+            return None
         return self.probe.op(*arguments, **self.probe.keywords)
 
     def amount(self, arguments: tuple[Any, ...], result: Any) -> float:

@@ -120,14 +120,17 @@ class Timing:
         return samples
 
     def collective(self, call: Callable[[], Any]) -> float:
-        """The seconds of a call that every rank makes: as long as the slowest of them takes."""
+        """The seconds of a call that every rank makes: as long as the slowest of them takes.
+
+        The median of several: that ranks wait for each other's threads to wake is part of it.
+        """
         call()
         once = self._slowest([self._timed(partial(_repeat, call), 2) / 2])[0]
         samples = []
         for _ in range(max(_LEAST, min(_MOST, int(2 * self.budget / once)))):
             meet()
             samples.append(self._timed(partial(_repeat, call), 1))
-        return self.typical(self._slowest(samples))
+        return statistics.median(self._slowest(samples))
 
     def _sampled(self, call: Callable[[int], None]) -> list[float]:
         """Seconds of one of the calls that `call(count)` makes, several times."""
