@@ -97,3 +97,9 @@ def test_an_index_outside_the_whole_table_is_an_error_on_every_rank():
     args[1][3] = 7
     with pytest.raises((IndexError, RuntimeError)):
         BAG(*args)
+
+
+def test_indices_of_32_bits():
+    args = list(_arguments(1))
+    args[1], args[2] = args[1].int(), args[2].int()
+    assert len(proven(RULES[BAG], BAG, *args)) == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -56,7 +57,9 @@ def run_all(
 def _start(function: Callable[[Any], Any]) -> _Worker:
     here, there = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_work, args=(function, there), daemon=True)
-    process.start()
+    with warnings.catch_warnings():  # of Python 3.12, about threads: torch's are not used before a fork here
+        warnings.simplefilter("ignore", DeprecationWarning)
+        process.start()
     there.close()
     return _Worker(process, here)
 

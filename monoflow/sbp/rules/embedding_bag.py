@@ -119,7 +119,7 @@ def bags_of_shard(
         rows = torch.where((indices == padding).unsqueeze(1), torch.zeros_like(rows), rows)
     if scale is not None:
         rows = rows * scale.to(wide).unsqueeze(1)
-    place = torch.arange(indices.shape[0], device=indices.device)
+    place = torch.arange(indices.shape[0], dtype=offsets.dtype, device=indices.device)
     bag = torch.searchsorted(offsets[:num_bags].contiguous(), place, right=True) - 1
     total = rows.new_zeros([num_bags, weight.shape[1]]).index_add(0, bag, rows)
     if mode == _MEAN:
