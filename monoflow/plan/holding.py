@@ -230,8 +230,8 @@ class Holding:
         made: dict[tuple[Value, fx.Node], list[int]] = {}
         for one, node in zip(graph.outputs, graph.results, strict=True):
             source, index = source_of(node)
-            if one.replaces and source in self.spans.position:
-                owner = first[graph.placeholders[one.replaces]]
+            if one.name in self.problem.stored_as and source in self.spans.position:
+                owner = first[self.problem.stored_as[one.name]]
                 made.setdefault(((first[source], index), owner), []).append(self.spans.position[source])
         for (value, owner), positions in made.items():
             given, stored = self.problem.labels.given(value), self.problem.labels.given((owner, 0))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..boxing.route import Move
-from ..graph.step_graph import Phase, Role
+from ..graph.step_graph import Input, Output, Phase, Role
 from ..sbp.layout import NdSbp, Split, local_shape
 from ..sbp.signature import TensorMeta
 from .donate import donations
@@ -265,8 +265,11 @@ def _gradients(plan: Plan, made: Schedule) -> set[tuple[torch.fx.Node, int]]:
         if value.node not in names
     }
     found |= {
-        (value.node, value.index)
-        for one, value in made.outputs
-        if one.observed or (one.replaces and roles[one.replaces].role is Role.GRAD)
+        (value.node, value.index) for one, value in made.outputs if one.observed or _is_gradient(one, roles)
     }
     return found
+
+
+def _is_gradient(one: Output, roles: Mapping[str, Input]) -> bool:
+    """Whether an output is left as a parameter's gradient, be it there before the step or not."""
+    return bool(one.replaces) and (one.replaces not in roles or roles[one.replaces].role is Role.GRAD)

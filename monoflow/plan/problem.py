@@ -111,6 +111,7 @@ class Problem:
         self.names = {node: name for name, node in graph.placeholders.items()}
         self.labels = Labels(graph, self.mesh, folding, goal.storages, rules)
         self.needed = needed_nodes(graph)
+        self.stored_as = _storing_inputs(graph)
         self.work: dict[fx.Node, np.ndarray] = {}  # seconds of all of a class, by label
         self.variable: dict[fx.Node, int] = {}
         self.unary: list[np.ndarray] = []
@@ -242,18 +243,13 @@ class Problem:
 
     def _hand_out(self, giver: int, given: Sequence[NdSbp], value: Value, name: str) -> None:
         """What it costs to hand out an output, or to store it as the input that it replaces."""
-        replaced = self._replaced.get(name, "")
-        if replaced:
-            owner = self.folding.first[self.graph.placeholders[replaced]]
+        if name in self.stored_as:
+            owner = self.folding.first[self.stored_as[name]]
             self._pair(giver, self.variable[owner], self._moves(value, given, self.labels.given((owner, 0))))
         else:
             targets = [self._handed_out(name, one) for one in given]
             table = self._moves(value, given, targets)
             self.unary[giver] = self.unary[giver] + np.diagonal(table)
-
-    @property
-    def _replaced(self) -> dict[str, str]:
-        return {one.name: one.replaces for one in self.graph.outputs}
 
     def _handed_out(self, name: str, given: NdSbp) -> NdSbp:
         fixed = self.goal.outputs.get(name)
@@ -342,8 +338,8 @@ class Problem:
         outputs = {}
         for one, node in zip(self.graph.outputs, self.graph.results, strict=True):
             source, index = source_of(node)
-            if one.replaces:
-                outputs[one.name] = inputs[one.replaces]
+            if one.name in self.stored_as:
+                outputs[one.name] = inputs[self.names[self.stored_as[one.name]]]
             else:
                 given = (
                     choice.storages[first[source]]
@@ -352,6 +348,16 @@ class Problem:
                 )
                 outputs[one.name] = self._handed_out(one.name, given)
         return signatures, inputs, outputs
+
+
+def _storing_inputs(graph: StepGraph) -> dict[str, fx.Node]:
+    """By output name: the input as which it is stored. A gradient that was not there lies as its parameter."""
+    found = {}
+    for one in graph.outputs:
+        name = one.replaces if one.replaces in graph.placeholders else one.replaces.rpartition(":")[0]
+        if one.replaces and name in graph.placeholders:
+            found[one.name] = graph.placeholders[name]
+    return found
 
 
 def _is_contiguous(value: Value) -> bool:

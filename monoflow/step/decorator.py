@@ -99,7 +99,7 @@ def graph(
             most of an accelerator's memory, and no limit on a CPU.
         batch_stats: batch norm in training takes its statistics over the "global" batch, the same on every
             layout, or over the rows of a rank alone ("local", as DistributedDataParallel does; the running
-            statistics are the ranks' mean). "local" changes the numbers with the layout, so that `verify` is
+            statistics are the ranks' mean; `plan` is "data" then unless given). "local" changes the numbers with the layout, so that `verify` is
             not expected to hold.
 
     Returns:
@@ -337,7 +337,9 @@ class Step:
         world: World,
         observe: bool,
     ) -> Compiled:
-        wish = Wish(self._placement, self._plan or AUTO, self._memory, self._pins)
+        # Statistics of a rank's own rows depend on how the batch is split: not for a search to choose.
+        default = AUTO if self._batch_stats == "global" else "data"
+        wish = Wish(self._placement, self._plan or default, self._memory, self._pins)
         before = self._last.plan if self._last is not None else None
 
         def host(placement: Placement) -> Host:

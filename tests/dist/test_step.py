@@ -199,7 +199,7 @@ def outputs() -> dict[str, Any]:
     random = torch.get_rng_state()
     held = {name: p.placements for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
-    @flow.graph(model)
+    @flow.graph(model, plan="data")
     def evaluate(ids: Tensor) -> dict[str, Any]:
         logits = model(ids)
         return {"logits": logits, "means": [logits.mean(), logits.mean((0, 1))], "none": None}

@@ -159,7 +159,7 @@ def test_threads_take_turns() -> None:
 @pytest.mark.parametrize(
     ("settings", "facts"),
     [
-        ({"plan": 3}, "plan=3 is not a plan's name"),
+        ({"plan": 3}, "plan=3 is no plan"),
         ({"placement": [0, 1]}, r'write flow.placement\("cpu", \[0, 1\]\)'),
         ({"batch_stats": "mine"}, "batch_stats='mine'"),
     ],
