@@ -10,12 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import fx
 
 from ..boxing.route import LinkCost
 from ..errors import PlanError
 from ..graph.step_graph import StepGraph, is_getitem, metas_of, op_name, source_of, tensor_args
-from ..mesh import Placement
+from ..mesh import Placement, placement
 from ..sbp.layout import Broadcast, NdSbp, Partial, Sbp, Split, text
 from ..sbp.registry import OpRule
 from ..sbp.rules import RULES
@@ -23,8 +24,10 @@ from ..sbp.signature import Signature
 from .around import Around
 from .cost import Curve, Device, Machine
 from .diff import Difference, diff
+from .exact import require_exact
 from .explain import Explanation, explain
 from .rewrites import Rewrite, rewritten
+from .verify import complete
 
 if TYPE_CHECKING:
     from .predict import Prediction
@@ -185,13 +188,20 @@ class Plan:
         """Reads a saved plan for the captured graph that it was made for.
 
         Raises:
-            PlanError: the file is no plan, or it was made for another graph.
+            PlanError: the file is no plan, it was made for another graph, or what it says is not exact.
         """
         try:
             text = Path(path).read_text()
         except OSError as error:
             raise PlanError(f"no plan can be read from {path} ({error.strerror})") from None
-        return Plan.parse(text, graph, str(path), rules)
+        except UnicodeDecodeError as error:
+            raise PlanError(f"{path} is not a saved plan ({error})") from None
+        read = Plan.parse(text, graph, str(path), rules)
+        try:
+            complete(read)
+        except (AssertionError, LookupError, ValueError) as error:
+            raise PlanError(f"{path} is damaged: {error}") from error
+        return require_exact(read, rules, f"the plan in {path}")
 
     @staticmethod
     def parse(text: str, graph: StepGraph, origin: str, rules: Mapping[Callable, OpRule] = RULES) -> Plan:
@@ -222,7 +232,7 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
     search = data["search"]
     return Plan(
         rewritten(graph, rewrites, rules),
-        Placement(where["device_type"], tuple(where["ranks"]), tuple(where["shape"]), tuple(where["axes"])),
+        placement(where["device_type"], np.reshape(where["ranks"], where["shape"]).tolist(), where["axes"]),
         data["name"],
         {
             name: tuple(Signature(_tuple(one[0]), _tuple(one[1])) for one in axes)
