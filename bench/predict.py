@@ -12,7 +12,7 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from multiprocessing import get_context
@@ -68,6 +68,7 @@ def main(
     examples: Annotated[str, typer.Option(help="which, with commas")] = ",".join(CASES),
     ranks: Annotated[str, typer.Option(help="numbers of ranks, with commas")] = "1,2,4",
     steps: Annotated[int, typer.Option(help="steps of a measurement, of which the median counts")] = 15,
+    cpu: Annotated[bool, typer.Option(help="seconds of the CPU: for a machine that is not idle")] = False,
     out: Annotated[Path | None, typer.Option(help="write the table, in Markdown")] = None,
 ) -> None:
     """Prints predicted and measured peak bytes and step seconds, and their ratios."""
@@ -79,21 +80,25 @@ def main(
         size = torch.Size(mesh).numel()
         if str(size) in ranks.split(","):
             jobs = [(example, mesh, plan) for example in examples.split(",") for plan in plans]
-            rows += on_ranks(size, jobs, steps)
+            rows += on_ranks(size, jobs, steps, cpu)
     console.print(table(rows))
     misses = [row for row in rows if _missed(row)]
     console.print(f"{len(rows) - len(misses)} of {len(rows)} rows are within both goals")
     if out is not None:
-        out.write_text(markdown(rows))
+        out.write_text(markdown(rows, cpu))
 
 
-def on_ranks(num_ranks: int, jobs: Sequence[tuple[str, tuple[int, ...], str]], steps: int) -> list[Row]:
+def on_ranks(
+    num_ranks: int, jobs: Sequence[tuple[str, tuple[int, ...], str]], steps: int, cpu: bool
+) -> list[Row]:
     """Runs jobs one after the other on that many processes."""
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         queue = context.SimpleQueue()
         processes = [
-            context.Process(target=_rank, args=(rank, num_ranks, folder, jobs, steps, queue), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, num_ranks, folder, jobs, steps, cpu, queue), daemon=True
+            )
             for rank in range(num_ranks)
         ]
         for process in processes:
@@ -104,12 +109,12 @@ def on_ranks(num_ranks: int, jobs: Sequence[tuple[str, tuple[int, ...], str]], s
     return rows
 
 
-def _rank(rank: int, num_ranks: int, folder: str, jobs: Any, steps: int, queue: Any) -> None:
+def _rank(rank: int, num_ranks: int, folder: str, jobs: Any, steps: int, cpu: bool, queue: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     if num_ranks > 1:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
-    rows = [measured(example, mesh, plan, steps) for example, mesh, plan in jobs]
+    rows = [measured(example, mesh, plan, steps, cpu) for example, mesh, plan in jobs]
     if rank == 0:
         queue.put(rows)
     if num_ranks > 1:
@@ -117,7 +122,7 @@ def _rank(rank: int, num_ranks: int, folder: str, jobs: Any, steps: int, queue: 
         dist.destroy_process_group()
 
 
-def measured(example: str, mesh: tuple[int, ...], plan: str, steps: int) -> Row:
+def measured(example: str, mesh: tuple[int, ...], plan: str, steps: int, cpu: bool) -> Row:
     """One case, predicted and run. Every rank calls it."""
     torch.manual_seed(0)
     grid = torch.arange(torch.Size(mesh).numel()).view(mesh).tolist()
@@ -128,7 +133,7 @@ def measured(example: str, mesh: tuple[int, ...], plan: str, steps: int) -> Row:
     compiled = step._require()
     predicted = predict(compiled.plan, machine_for(placement))
     held = min(_held(step, compiled, batch) for _ in range(5))  # frees by Gloo's threads may go unseen
-    seconds = [_timed(step, batch) for _ in range(steps)]
+    seconds = [_timed(step, batch, time.process_time if cpu else time.perf_counter) for _ in range(steps)]
     peak, median = _largest(held, statistics.median(seconds))
     return Row(
         example,
@@ -150,12 +155,12 @@ def _held(step: Any, compiled: Any, batch: Any) -> int:
     return before + found.peak
 
 
-def _timed(step: Any, batch: Any) -> float:
+def _timed(step: Any, batch: Any, clock: Callable[[], float]) -> float:
     if dist.is_initialized():
         dist.barrier()
-    start = time.perf_counter()
+    start = clock()
     step(batch)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def _largest(*values: float) -> list[float]:
@@ -209,11 +214,13 @@ def table(rows: Sequence[Row]) -> Table:
     return made
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], cpu: bool) -> str:
     """For RESULTS.md: the machine, the date and the table."""
     lines = [
         f"{date.today()}, {platform.processor() or platform.machine()} x {os.cpu_count()}, "
-        f"torch {torch.__version__}. Goals: peak within {PEAK_GOAL:.0%}, seconds within {SECONDS_GOAL:.0%}.",
+        f"torch {torch.__version__}, load average {os.getloadavg()[0]:.1f}. Seconds are "
+        f"{'of the CPU' if cpu else 'wall clock'}, the median of a rank's steps, the slowest rank's. "
+        f"Goals: peak within {PEAK_GOAL:.0%}, seconds within {SECONDS_GOAL:.0%}.",
         "",
         f"| {' | '.join(HEAD)} |",
         f"|{' --- |' * len(HEAD)}",
