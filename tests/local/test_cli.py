@@ -72,6 +72,8 @@ def test_settings_come_from_the_environment() -> None:
     assert (settings.verify, settings.rank, settings.world_size) == (False, 3, 4)
     assert config.Settings.from_env({"MONOFLOW_LOG": "all"}).log_stages == set(config.STAGES)
     assert config.Settings.from_env({}) == config.Settings()
+    caches = {"XDG_CACHE_HOME": "/x"}, {"XDG_CACHE_HOME": "/x", "MONOFLOW_CACHE": "/y"}
+    assert [config.Settings.from_env(env).cache for env in caches] == ["/x/monoflow", "/y"]
 
 
 @pytest.mark.parametrize(
