@@ -99,12 +99,8 @@ def _attention(item: Op, inputs: Metas, outputs: Metas) -> int:
     if query.dtype.itemsize == 2:
         each += 2 * rows * columns
     # The kernel's result follows the query's layout; ours has the heads inside.
-    copies = (
-        sum(meta.num_bytes for meta in outputs if meta is not None)
-        if captured_contiguous(item.inputs[0])
-        else 0
-    )
-    return max(_THREADS * each, copies)
+    copied = outputs if captured_contiguous(item.inputs[0]) else ()
+    return max(_THREADS * each, sum(meta.num_bytes for meta in copied if meta is not None))
 
 
 def _attention_backward(inputs: Metas) -> int:
