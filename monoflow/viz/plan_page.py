@@ -170,7 +170,7 @@ def _bound(data: Mapping[str, Any]) -> str:
     bound, fits = duration(search["bound"]), " that fits" if data["limit_bytes"] is not None else ""
     return (
         f"by the same prices. It is proven that no plan on this mesh{fits} takes less than {bound}: "
-        f"none is more than {100 * search['gap']:.1f} % faster"
+        f"none saves more than {100 * search['gap']:.1f} % of this one's time"
     )
 
 

@@ -244,6 +244,23 @@ def test_columns_are_aligned_and_data_is_json(best: Plan) -> None:
     assert data["choices"][0]["chosen"]["axes"] == list(found.choices[0].chosen.axes)
 
 
+def test_an_op_without_a_rule_is_marked(machine: Machine) -> None:
+    rules = {op: rule for op, rule in RULES.items() if op is not torch.ops.aten.tanh.default}
+    plan = plan_step(mlp_graph(rows=8), CUDA, "data", machine=machine, rules=rules)
+    found = explain(Around(plan, rules), "*")
+    (tanh,) = [one for one in found.choices if one.op == "tanh"]
+    assert not tanh.has_rule and (tanh.num_options, tanh.runner_up) == (1, None)
+    assert tanh.chosen.axes == ("B -> B",) and "forward tanh (no rule)" in found.text()
+    assert all(one.has_rule for one in found.choices if one.op != "tanh")
+
+
+def test_one_rank_has_nothing_to_choose(machine: Machine) -> None:
+    found = plan_step(mlp_graph(), placement("cuda", [0]), "auto", machine=machine).explain("up")
+    assert found.choices and all(one.moved == () for one in found.choices)
+    for one in found.choices:
+        assert one.chosen.seconds == pytest.approx(one.chosen.work, abs=1e-11)
+
+
 # --- names ---------------------------------------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ def test_the_page_is_well_formed_and_says_what_the_data_says() -> None:
     assert ("n", "x 3") in reader.cells and ("", "h.*") in reader.cells
     assert ("", "(S(0), S(1))") in reader.cells and ("n", "4.1 kB") in reader.cells
     assert "2 ms" in text and "of 100 B" in text and "collectives: 2 all_gather" in text
-    assert "none is more than 25.0 % faster" in text and ("n", "0.50 x") in reader.cells
+    assert "none saves more than 25.0 % of this one&#x27;s time" in text and ("n", "0.50 x") in reader.cells
     assert ("", "does not fit") in reader.cells and "my_op" in text
 
 
