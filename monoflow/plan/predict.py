@@ -129,30 +129,13 @@ def predict(
         prices: what is already known of the same machine.
     """
     prices = prices or Prices(machine)
+    assert prices.machine == machine, f"prices of {prices.machine.device.name}, not {machine.device.name}"
     facts = prices.facts(plan.graph)
     made = made or schedule(plan, facts=facts)
     shapes = LocalShapes(plan, facts, coordinate)
     walk = Walk(plan, made, shapes)
     memory = walk.swept()
-    links = machine.on(plan.placement.num_axes).links
-    axes = plan.placement.axes
-    spent: dict[str, dict[str, float]] = {}
-    sent = dict.fromkeys(axes, 0)
-    collectives: Counter[str] = Counter()
-    for position, item in enumerate(made.items):
-        inputs, outputs = walk.metas[position]
-        if isinstance(item, Op):
-            kind, seconds = COMPUTE, prices.op(item.node.target, inputs, outputs, item.node.args)  # pyright: ignore
-        elif item.is_local:
-            is_copied = bool(walk.begins[position])
-            kind, seconds = LOCAL_MOVE, prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0
-        else:
-            axis, num_bytes = item.move.axis, _sent_bytes(item, shapes)
-            kind, seconds = axes[axis], links[axis].seconds(item.move.kind, num_bytes)
-            sent[kind] += num_bytes
-            collectives[item.move.kind] += 1
-        by_kind = spent.setdefault(str(item.phase), {})
-        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
+    spent, sent, collectives = _spent(plan, made, walk, prices)
     hidden = 0.0  # one thread runs everything; what overlaps is taken off here once lanes do
     total = sum(seconds for by_kind in spent.values() for seconds in by_kind.values()) - hidden
     at = memory.peak
@@ -168,6 +151,33 @@ def predict(
         collectives=dict(collectives),
         memory=memory,
     )
+
+
+def _spent(
+    plan: Plan, made: Schedule, walk: Walk, prices: Prices
+) -> tuple[dict[str, dict[str, float]], dict[str, int], Counter[str]]:
+    """Seconds by phase and kind, bytes sent by axis, and collectives by kind."""
+    links = prices.machine.on(plan.placement.num_axes).links
+    axes = plan.placement.axes
+    spent: dict[str, dict[str, float]] = {}
+    sent = dict.fromkeys(axes, 0)
+    collectives: Counter[str] = Counter()
+    for position, item in enumerate(made.items):
+        inputs, outputs = walk.metas[position]
+        if isinstance(item, Op):
+            target: Any = item.node.target
+            kind, seconds = COMPUTE, prices.op(target, inputs, outputs, item.node.args)
+        elif item.is_local or math.prod(item.move.shape) == 0:
+            is_copied = bool(walk.begins[position])
+            kind, seconds = LOCAL_MOVE, prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0
+        else:
+            axis, num_bytes = item.move.axis, _sent_bytes(item, walk.shapes)
+            kind, seconds = axes[axis], links[axis].seconds(item.move.kind, num_bytes)
+            sent[kind] += num_bytes
+            collectives[item.move.kind] += 1
+        by_kind = spent.setdefault(str(item.phase), {})
+        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
+    return spent, sent, collectives
 
 
 def _sent_bytes(box: Box, shapes: LocalShapes) -> int:
