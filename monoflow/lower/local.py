@@ -66,17 +66,22 @@ def update(op: Any, *lists: Any, **kwargs: Any) -> Any:
     torch's CPU kernels walk all lists as if they had the parameter's strides; a gradient that was moved in
     one layout and transposed afterwards has others.
     """
-    return op(*pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, lists), **kwargs)
+    return op(*map(_contiguous, lists), **kwargs)
 
 
 def update_in_place(op: Any, *lists: Any, **kwargs: Any) -> tuple[list[torch.Tensor], ...]:
     """Runs an in-place fused update and returns its lists, as the functional form would; see `update`."""
-    used = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, lists)
+    used = [_contiguous(one) for one in lists]
     op(*used, **kwargs)
-    for given, own in zip(pytree.tree_leaves(lists), pytree.tree_leaves(used), strict=True):
-        if given is not own:
-            given.copy_(own)
+    for given, own in zip(lists, used, strict=True):
+        for before, after in zip(given, own, strict=True) if isinstance(given, list) else ():
+            if before is not after:
+                before.copy_(after)
     return lists
+
+
+def _contiguous(given: Any) -> Any:
+    return [one.contiguous() for one in given] if isinstance(given, list) else given
 
 
 def pick(graph: fx.Graph, result: fx.Node, paths: Sequence[tuple[int, ...]]) -> list[fx.Node]:

@@ -38,6 +38,11 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], largest: int = _LA
         factors: cost tables; `factors[i][1].shape` are the sizes of the variables `factors[i][0]`.
         largest: the number of entries that no intermediate table may exceed.
     """
+    # What has one choice decides nothing, and an array has only so many axes.
+    factors = [
+        (tuple(one for one in variables if sizes[one] > 1), table.reshape([n for n in table.shape if n > 1]))
+        for variables, table in factors
+    ]
     buckets: list[list[Factor]] = [[] for _ in sizes]
     neighbours: list[set[int]] = [set() for _ in sizes]
     constant = 0.0
@@ -51,7 +56,10 @@ def minimize(sizes: Sequence[int], factors: Sequence[Factor], largest: int = _LA
             neighbours[one].update(other for other in variables if other != one)
 
     for factor in factors:
-        add(factor)
+        if factor[0]:
+            add(factor)
+        else:
+            constant += float(factor[1])
     weight = lambda one: float(np.prod([float(sizes[n]) for n in neighbours[one]]))  # noqa: E731
     queue = [(weight(one), one) for one in range(len(sizes))]
     heapq.heapify(queue)

@@ -351,7 +351,7 @@ class Problem:
 
 
 def _storing_inputs(graph: StepGraph) -> dict[str, fx.Node]:
-    """By output name: the input as which it is stored. A gradient that was not there lies as its parameter."""
+    """By output, the input as which it is stored. A gradient that was not there lies as its parameter."""
     found = {}
     for one in graph.outputs:
         name = one.replaces if one.replaces in graph.placeholders else one.replaces.rpartition(":")[0]

@@ -99,8 +99,8 @@ def graph(
             most of an accelerator's memory, and no limit on a CPU.
         batch_stats: batch norm in training takes its statistics over the "global" batch, the same on every
             layout, or over the rows of a rank alone ("local", as DistributedDataParallel does; the running
-            statistics are the ranks' mean; `plan` is "data" then unless given). "local" changes the numbers with the layout, so that `verify` is
-            not expected to hold.
+            statistics are the ranks' mean, and `plan` is "data" unless given). "local" changes the numbers
+            with the layout, so that `verify` is not expected to hold.
 
     Returns:
         A decorator. The step is called as the function was, with the global batch.

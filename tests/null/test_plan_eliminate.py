@@ -68,3 +68,11 @@ def test_a_long_ladder_stays_small() -> None:
 def test_a_variable_without_costs_takes_its_first_choice() -> None:
     found = minimize([3, 2], [((1,), np.array([1.0, 0.5]))])
     assert found.choices == (0, 1) and found.bound == 0.5
+
+
+def test_a_variable_may_have_more_neighbours_than_an_array_has_axes() -> None:
+    sizes = [2, *[1] * 80]
+    factors = [((0, one), np.array([[1.0], [2.0]])) for one in range(1, 81)]
+    factors += [((one,), np.array([0.5])) for one in range(1, 81)]
+    found = minimize(sizes, factors)
+    assert found.choices == (0,) * 81 and found.bound == pytest.approx(120.0)
