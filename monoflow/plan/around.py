@@ -150,14 +150,15 @@ class _Problem(Problem):
 
 
 def once(graph: StepGraph) -> StepGraph:
-    """The graph before anything was computed again."""
+    """The graph before anything was computed again; what is computed for backward alone stays there."""
     if not any(AGAIN in node.meta for node in graph.calls()):
         return graph
     edited = copied(graph)
     names = {node.name: node for node in edited.nodes}
     for node in list(edited.nodes):
-        if AGAIN in node.meta:
-            node.replace_all_uses_with(names[node.meta[AGAIN]])
+        original = names.get(node.meta.get(AGAIN, ""))
+        if original is not None:
+            node.replace_all_uses_with(original)
             edited.erase_node(node)
     return finished(graph, edited)
 

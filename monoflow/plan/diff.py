@@ -217,7 +217,10 @@ def _again(ours: Plan, theirs: Plan) -> Iterator[Change]:
 
 
 def _ops(plan: Plan) -> Mapping[str, fx.Node]:
-    return {node.name: node for node in plan.graph.calls() if not is_getitem(node) and AGAIN not in node.meta}
+    """The ops of a plan, each once, by the name that it has without recomputation."""
+    calls = [node for node in plan.graph.calls() if not is_getitem(node)]
+    copies = {node.meta[AGAIN]: node for node in calls if AGAIN in node.meta}
+    return copies | {node.name: node for node in calls if AGAIN not in node.meta}
 
 
 def _repeated(plan: Plan) -> Mapping[str, fx.Node]:

@@ -12,13 +12,14 @@ from torch import fx
 
 from ..errors import PlanError
 from ..graph.passes.recompute import AGAIN
-from ..graph.step_graph import info_of, is_getitem, op_name, source_of
+from ..graph.step_graph import info_of, is_getitem, op_name, source_of, tensor_args
 from ..sbp.layout import NdSbp, local_shape, text
 from .around import Around
 from .facts import may_share_memory
 from .labels import Label, Value
 from .names import matching, near
 from .order import IN_PLACE
+from .problem import needed_nodes
 from .tabulate import aligned, brief, duration, size
 
 
@@ -181,21 +182,31 @@ class _Teller:
 
     def __init__(self, around: Around) -> None:
         self.around, self.problem, self.plan = around, around.problem, around.plan
-        self.dropped = {node.meta[AGAIN] for node in self.plan.graph.calls() if AGAIN in node.meta}
-        self.root: dict[Value, Value] = {}
-        self.last: dict[Value, str] = {}
-        for node in around.graph.calls():
-            if is_getitem(node) or node not in self.problem.needed:
-                continue
-            sources = self.problem.labels.sources[node]
+        calls = [node for node in self.plan.graph.calls() if not is_getitem(node)]
+        self.dropped = {node.meta[AGAIN] for node in calls if AGAIN in node.meta}
+        self.views: set[tuple[str, int]] = set()
+        self.last = self._last_readers(calls)
+
+    def _last_readers(self, calls: Sequence[fx.Node]) -> dict[tuple[str, int], str]:
+        """By name and output of an op or an input: the phase that reads it or a view of it last."""
+        graph = self.plan.graph
+        needed = needed_nodes(graph)
+        root: dict[Value, Value] = {}
+        found: dict[tuple[str, int], str] = {}
+        for node in calls:
+            sources = [source_of(one) for one in tensor_args(node)]
             if sources and may_share_memory(node.target):
-                self.root[node, 0] = self.root.get(sources[0], sources[0])
-            for value in sources:
-                self.last[self.root.get(value, value)] = str(info_of(node).phase)
-        for one, node in zip(around.graph.outputs, around.graph.results, strict=True):
+                for index in range(len(self.plan.signatures[node.name][0].outputs)):
+                    root[node, index] = root.get(sources[0], sources[0])
+                    self.views.add((node.name, index))
+            for value in sources if node in needed else ():
+                first, index = root.get(value, value)
+                found[first.name, index] = str(info_of(node).phase)
+        for one, node in zip(graph.outputs, graph.results, strict=True):
             if not one.observed:
-                value = source_of(node)
-                self.last[self.root.get(value, value)] = "the end"
+                first, index = root.get(source_of(node), source_of(node))
+                found[first.name, index] = "the end"
+        return found
 
     def is_run(self, node: fx.Node) -> bool:
         """Whether it is part of every step: not if it only serves those who observe gradients."""
@@ -222,11 +233,15 @@ class _Teller:
             int(np.isfinite(prices).sum()),
             () if is_input else tuple(self._moved(node)),
             sum(map(self._held, values)),
-            "the end" if is_input else max((self.last.get(one, "") for one in values), key=_when, default=""),
-            node.name in self.dropped,
+            "the end" if is_input else self._until(values),
+            node.name in self.dropped or AGAIN in node.meta,
             len(around.folding.members[around.folding.first[node]]),
             name not in self.plan.unruled,
         )
+
+    def _until(self, values: Sequence[Value]) -> str:
+        phases = (self.last.get((node.name, index), "") for node, index in values)
+        return max(phases, key=_when, default="")
 
     def _values(self, node: fx.Node) -> list[Value]:
         metas = self.problem.labels.metas
@@ -252,7 +267,7 @@ class _Teller:
 
     def _held(self, value: Value) -> int:
         """Bytes of the largest shard, if the tensor has memory of its own."""
-        if value in self.root or value[0].target in IN_PLACE:
+        if (value[0].name, value[1]) in self.views or value[0].target in IN_PLACE:
             return 0
         meta, mesh = self.problem.labels.metas[value], self.plan.placement.shape
         assert meta is not None

@@ -24,7 +24,7 @@ from monoflow.plan.search import Space
 from monoflow.sbp.layout import S
 from monoflow.sbp.rules import RULES
 
-from .test_plan import GRID, mlp_graph, trained
+from .test_plan import GRID, Fused, mlp_graph, trained
 
 CUDA = placement("cuda", [0, 1, 2, 3])
 
@@ -205,6 +205,16 @@ def test_it_says_where_code_is_and_what_memory_is_held(tower: StepGraph, machine
     assert (weight.held, weight.until, weight.meta) == (64 * 16 * 4, "the end", "float32[64, 16]")
 
 
+def test_views_hold_nothing_and_keep_what_they_view() -> None:
+    """One projection that is cut in three: the pieces hold nothing, the whole stays until backward."""
+    graph = trained(Fused(), torch.randn(4, 3, 12), torch.randn(4, 3, 12))
+    choices = plan_step(graph, CUDA, "data").explain("*").choices
+    cut = next(one for one in choices if one.op.startswith("split"))
+    assert cut.held == 0 and cut.meta == ", ".join(["float32[4, 3, 12]"] * 3)
+    product = next(one for one in choices if one.op == "addmm" and one.module == "qkv")
+    assert (product.held, product.until) == (3 * 36 * 4, "backward")
+
+
 def test_what_is_computed_again_is_marked(tower: StepGraph, machine: Machine) -> None:
     free = plan_step(tower, CUDA, "data", machine=machine)
     names = tuple(one.name for one in free.explain("layers.*").choices if one.op == "tanh" and one.phase)
@@ -217,6 +227,36 @@ def test_what_is_computed_again_is_marked(tower: StepGraph, machine: Machine) ->
     plain = by_name(best_of(space).explain("layers.*").choices)
     assert found.keys() == plain.keys()  # nothing is listed twice
     assert found[names[0]].chosen == plain[names[0]].chosen
+    assert (plain[names[0]].until, found[names[0]].until) == ("backward", "forward")  # not kept any more
+
+
+class Normed(nn.Module):
+    """A norm, of which backward alone reads some outputs, and an op that backward alone needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.sigmoid(self.norm(x)))
+
+
+def test_what_only_backward_reads_is_told_where_it_is_computed_again(machine: Machine) -> None:
+    graph = trained(Normed(), torch.randn(8, 16), torch.randn(8, 16))
+    space = Space(graph, (), CUDA, machine, {}, RULES)
+    choice = space.problem.choice(space.fastest.choices)
+    kept = space.candidate(choice, "kept").plan
+    wanted = ("norm", "sigmoid", "t.default")
+    forward = {one.name for one in kept.explain("*").choices if one.phase == "forward"}
+    names = [node.name for node in graph.calls() if any(one in str(node.target) for one in wanted)]
+    plan = space.candidate(choice, "again", frozenset(names) & forward).plan
+    found = plan.explain("*").choices
+    again = {one.op for one in found if one.again}
+    assert {"native_layer_norm", "sigmoid"} <= again
+    assert len(found) == len(kept.explain("*").choices)
+    # Each op once: what differs is where it is computed, not how.
+    assert plan.diff(kept).run == () and plan.diff(kept).again != ()
 
 
 def best_of(space: Space) -> Plan:
