@@ -132,6 +132,8 @@ def _norms() -> Iterator[Call]:
             {},
         )
     yield aten._native_batch_norm_legit.no_stats, (x, *affine, True, 0.1, 1e-5), {}
+    for order in (1, 2, float("inf")):
+        yield aten.dist.default, (x, values(3, 1, seed=9), order), {}
     for order in (1, 2, 3, float("inf")):
         yield aten.norm.Scalar, (x, order), {}
         yield aten.norm.ScalarOpt_dtype, (x, order), {"dtype": torch.float64}

@@ -13,7 +13,7 @@ _OVERWRITTEN = "exact only where every element is overwritten"
 
 #: (pattern of ops, pattern of signatures, reason); the first that fits counts.
 _REASONS: list[tuple[str, str, str]] = [
-    (r"_foreach_|_fused_", "", _LISTS),
+    (r"_foreach_|\._fused_(ada|sgd)", "", _LISTS),
     (r"\.(new_)?empty", "", _NOTHING),
     (
         r"_embedding_bag.*backward",

@@ -33,8 +33,7 @@ def show(proofs: Mapping[str, Proof], crashed: Sequence[str], coverage: Coverage
 def totals(proofs: Mapping[str, Proof], coverage: Coverage) -> str:
     """The one line to read."""
     every = proofs.values()
-    unexplained = sum(not reason(one.name, text) for one in every for text in one.surely_missing())
-    explained = sum(len(one.surely_missing()) for one in every) - unexplained
+    unexplained, explained = (sum(counts) for counts in zip(*map(_count_missing, every), strict=True))
     samples, proven = sum(one.samples for one in every), sum(one.proven for one in every)
     wrong, possible = sum(len(one.wrong) for one in every), len(coverage.ruled) + len(coverage.missing)
     return (
@@ -44,15 +43,21 @@ def totals(proofs: Mapping[str, Proof], coverage: Coverage) -> str:
     )
 
 
+def _count_missing(proof: Proof) -> tuple[int, int]:
+    """How many exact signatures the rule leaves out: without a reason, and with one."""
+    explained = sum(reason(proof.name, text) is not None for text in proof.surely_missing())
+    return len(proof.surely_missing()) - explained, explained
+
+
 def _ops(proofs: Mapping[str, Proof]) -> Table:
     table = Table("op", title="Rules proven on real calls")
-    for name in ("samples", "proven", "wrong", "missing"):
+    for name in ("samples", "proven", "wrong", "missing", "left out"):
         table.add_column(name, justify="right")
     table.add_column("note")
     for name, one in sorted(proofs.items()):
-        missing = len(one.surely_missing())
+        missing = map(str, _count_missing(one))
         style = "bold red" if one.wrong or not one.samples else ""
-        row = (name, str(one.samples), str(one.proven), str(len(one.wrong)), str(missing), _note(one))
+        row = (name, str(one.samples), str(one.proven), str(len(one.wrong)), *missing, _note(one))
         table.add_row(*row, style=style)
     return table
 
@@ -65,11 +70,14 @@ def _note(proof: Proof) -> str:
 
 
 def _missing(proofs: Mapping[str, Proof]) -> Table:
-    table = Table("op", "exact, but not listed", "why", title="Missing signatures")
+    """One line an op and reason, with the first of the signatures."""
+    table = Table("op", "number", "exact, but not listed: the first", "why", title="Missing signatures")
     for name, one in sorted(proofs.items()):
+        groups: dict[str | None, list[str]] = {}
         for text in one.surely_missing():
-            why = reason(name, text)
-            table.add_row(name, text, why or "-", style="" if why else "yellow")
+            groups.setdefault(reason(name, text), []).append(text)
+        for why, texts in groups.items():
+            table.add_row(name, str(len(texts)), texts[0], why or "-", style="" if why else "yellow")
     return table
 
 

@@ -8,6 +8,8 @@ from tests.rules.reasons import reason
 @pytest.mark.parametrize(
     ("op", "signature", "fact"),
     [
+        ("aten._fused_adamw.default", "S(0), B -> S(0), B", "one op a tensor"),
+        ("aten._scaled_dot_product_fused_attention_overrideable.default", "S(3) -> S(3)", "as wide"),
         ("aten._foreach_add.List", "S(0), B -> S(0), B", "one op a tensor"),
         ("aten.convolution_backward.default", "B, P(sum), B -> B, P(sum), B", "never partial"),
         ("aten.as_strided.default", "S(0) -> B", "these sizes"),
