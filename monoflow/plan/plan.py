@@ -256,14 +256,16 @@ def _machine(data: Mapping[str, Any] | None) -> Machine | None:
     if data is None:
         return None
     device = data["device"]
-    curves = {key: Curve(tuple(map(tuple, one["points"]))) for key, one in device["curves"].items()}
-    links = tuple(LinkCost(*map(_frozen, one)) for one in data["links"])
-    return Machine(Device(**{**device, "curves": curves}), links)
+    curves = {key: _curve(one) for key, one in device["curves"].items()}
+    links = (
+        LinkCost(alpha, beta, launch, tuple((kind, _curve(one)) for kind, one in measured))
+        for alpha, beta, launch, measured in data["links"]
+    )
+    return Machine(Device(**{**device, "curves": curves}), tuple(links))
 
 
-def _frozen(value: Any) -> Any:
-    """A value of JSON with tuples for its lists."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def _curve(data: Mapping[str, Any]) -> Curve:
+    return Curve(tuple((amount, seconds) for amount, seconds in data["points"]))
 
 
 def fingerprint(graph: StepGraph) -> str:

@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from monoflow.boxing.curve import Curve
+from monoflow.boxing.route import LinkCost
 from monoflow.errors import PlanError
 from monoflow.graph.step_graph import StepGraph
 from monoflow.mesh import Placement, placement
+from monoflow.plan.cost import Device, Machine
 from monoflow.plan.devices import machine_for
 from monoflow.plan.exact import require_exact
 from monoflow.plan.plan import Plan
 from monoflow.plan.planner import plan_step
 from monoflow.plan.predict import predict
+from monoflow.plan.schedule import schedule
 from monoflow.sbp.layout import B, Partial, S
 from monoflow.sbp.rules import RULES
 from monoflow.sbp.signature import Signature
@@ -54,6 +58,18 @@ def test_what_was_saved_comes_back(name: str, where: Placement, graph: StepGraph
     assert (read.machine, read.search, read.placement) == (plan.machine, plan.search, where)
     assert predict(read, machine) == plan.predicted
     assert plan.diff(read).is_equal
+
+
+def test_a_measured_machine_comes_back(graph: StepGraph) -> None:
+    curves = {"product/float32": Curve(((1.0, 1e-5), (1e9, 0.02))), "stream": Curve(((64.0, 1e-6),))}
+    link = LinkCost(1e-4, 1e-9, 2e-5, (("all_gather", Curve(((8.0, 1e-4), (1e6, 0.1 / 3)))),))
+    machine = Machine(
+        Device("measured", {"float32": 1e9 / 3}, 1e9, 1e-5, 1 << 30, curves), (link, LinkCost())
+    )
+    read = Plan.parse(plan_step(graph, GRID, "zero", machine=machine).dumps(), graph, "a text")
+    assert read.machine == machine
+    assert read.links is not None and read.links[0].seconds("all_gather", 10**6) == 0.1 / 3
+    assert schedule(read).items
 
 
 def test_fused_projections_come_back_by_blocks(tmp_path: Path) -> None:
