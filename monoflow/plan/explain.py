@@ -69,7 +69,7 @@ class Choice:
         moved: what it reads in another layout than it comes in.
         held: bytes that a rank holds of what it makes; none for views and updates in place.
         until: the phase that reads it last; "the end" for what stays.
-        again: whether backward computes it again instead of keeping it.
+        again: whether backward computes it again instead of keeping it; prices are of once.
         copies: how many of its kind, one a repeated layer, were decided together; prices are of one.
         has_rule: False where it runs whole for want of a rule.
     """
