@@ -35,6 +35,10 @@ svg text.dim { fill: var(--dim); }
 svg text.over { fill: var(--bad); } .grid { stroke: var(--line); } .mark { fill: var(--ink); }
 .lane { fill: var(--line); opacity: .45; } .hover { fill: transparent; }
 .hover:hover { fill: var(--ink); opacity: .18; }
+.scroll td:first-child { position: sticky; left: 0; background: var(--page); }
+@media (max-width: 40rem) { .scroll table { font-size: .74rem; } th, td { padding: .14rem .25rem; }
+  td.sbp { min-width: 2.3rem; padding: .14rem .1rem; } td.gap, th.gap { padding: 0 .1rem; }
+  .card { flex: 1 1 40%; } svg { min-width: 38rem; } th { white-space: normal; } }
 """ + "\n".join(
     f".{prefix}{number} {{ fill: var(--c{colour}); background: var(--c{colour}); }}"
     for prefix, colours in (("c", range(8)), ("l", (0, 5, 4, 2, 3, 1, 6, 7)), ("f", (5, 3, 4, 0, 1)))
