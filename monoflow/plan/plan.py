@@ -19,8 +19,8 @@ from ..graph.step_graph import StepGraph, is_getitem, metas_of, op_name, source_
 from ..mesh import Placement, placement
 from ..sbp.layout import Broadcast, NdSbp, Partial, Sbp, Split, text
 from ..sbp.registry import OpRule
-from ..sbp.rules import RULES
 from ..sbp.signature import Signature
+from ..sbp.sources import RuleBook
 from .around import Around
 from .cost import Curve, Device, Machine
 from .diff import Difference, diff
@@ -116,7 +116,7 @@ class Plan:
 
     @cached_property
     def _around(self) -> Around:
-        return Around(self, RULES)
+        return Around(self, RuleBook())
 
     def explain(self, pattern: str) -> Explanation:
         """Why a part of the step is laid out as it is: for every op and parameter what was chosen, what else
@@ -184,8 +184,11 @@ class Plan:
         return json.dumps(data, indent=1)
 
     @staticmethod
-    def load(path: str | Path, graph: StepGraph, rules: Mapping[Callable, OpRule] = RULES) -> Plan:
+    def load(path: str | Path, graph: StepGraph, rules: Mapping[Callable, OpRule] | None = None) -> Plan:
         """Reads a saved plan for the captured graph that it was made for.
+
+        Args:
+            rules: the ops' rules, which must call every signature exact; those of `RuleBook` if left out.
 
         Raises:
             PlanError: the file is no plan, it was made for another graph, or what it says is not exact.
@@ -196,6 +199,7 @@ class Plan:
             raise PlanError(f"no plan can be read from {path} ({error.strerror})") from None
         except UnicodeDecodeError as error:
             raise PlanError(f"{path} is not a saved plan ({error})") from None
+        rules = RuleBook() if rules is None else rules
         read = Plan.parse(text, graph, str(path), rules)
         try:
             complete(read)
@@ -204,7 +208,9 @@ class Plan:
         return require_exact(read, rules, f"the plan in {path}")
 
     @staticmethod
-    def parse(text: str, graph: StepGraph, origin: str, rules: Mapping[Callable, OpRule] = RULES) -> Plan:
+    def parse(
+        text: str, graph: StepGraph, origin: str, rules: Mapping[Callable, OpRule] | None = None
+    ) -> Plan:
         """The plan in a saved plan's text; `origin` names where it comes from in errors. See `load`."""
         try:
             data: dict[str, Any] = json.loads(text)
@@ -221,7 +227,7 @@ class Plan:
                 "model, batch shapes or optimizer differ. Plan again for this step"
             )
         try:
-            return _built(data, graph, rules)
+            return _built(data, graph, RuleBook() if rules is None else rules)
         except (KeyError, TypeError, ValueError, AssertionError) as error:
             raise PlanError(f"{origin} is damaged: {type(error).__name__} {error}") from error
 

@@ -213,3 +213,27 @@ def test_an_op_without_a_rule_may_only_run_whole(graph: StepGraph) -> None:
         require_exact(plan, rules, "x")
     whole = plan_step(graph, TWO, "data", rules=rules)
     assert require_exact(whole, rules, "x") is whole
+
+
+@torch.library.custom_op("saved_plan_tests::bend", mutates_args=())
+def bend(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x) * x
+
+
+@bend.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_a_trial_found_is_tried_again_when_it_is_read(tmp_path: Path) -> None:
+    """Rules of users' operators are no less part of a plan than ours."""
+    graph = captured(torch.nn.Module(), lambda x: bend(x).sum(), torch.randn(8, 3))
+    plan = plan_step(graph, TWO, "data")
+    (name,) = [node.name for node in graph.calls() if "bend" in str(node.target)]
+    assert plan.signatures[name] == (Signature((S(0),), (S(0),)),)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json", graph).text() == plan.text()
+    (choice,) = plan.explain(name).choices
+    assert choice.chosen.axes == ("S(0) -> S(0)",) and choice.num_options > 1
+    with pytest.raises(PlanError, match=rf"%{name} = saved_plan_tests\.bend\.default along axis axis0"):
+        Plan.load(tmp_path / "plan.json", graph, RULES)  # our table alone has never heard of it
