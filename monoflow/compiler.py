@@ -26,6 +26,7 @@ from .mesh import Placement
 from .plan.devices import default_limit, machine_for
 from .plan.plan import Plan, fingerprint
 from .plan.planner import AUTO, best_of, plan_step
+from .plan.predict import predict
 from .runtime.actors import Engine
 from .runtime.transport import CommStats, DistTransport, SimTransport
 from .runtime.world import World, current_world, share_key
@@ -53,6 +54,7 @@ __all__ = [
     "share_key",
     "subject_of",
     "trace",
+    "with_prediction",
 ]
 
 
@@ -173,6 +175,11 @@ def plan(
             made.predicted.seconds, f"{made.predicted.peak_bytes:,}", 100 * made.search.gap,
         )  # fmt: skip
     return made
+
+
+def with_prediction(made: Plan) -> Plan:
+    """A plan that was read back, with what a step will cost on the machine that it was made for."""
+    return made if made.machine is None else replace(made, predicted=predict(made, made.machine))
 
 
 def lower_step(made: Plan, ranks: Sequence[int], device: torch.device, observe: bool = False) -> Lowered:

@@ -20,6 +20,7 @@ from ..graph.step_graph import Phase, info_of
 from ..sbp.layout import local_shape
 from .donate import IN_PLACE
 from .facts import may_share_memory
+from .highs import quiet_solver
 from .holding import Spans
 from .labels import Value
 from .problem import Choice, Problem
@@ -190,11 +191,9 @@ def _solved(
         highspy.HighsVarType.kInteger if i < num_integers else highspy.HighsVarType.kContinuous
         for i in range(len(costs))
     ]
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
+    solver = quiet_solver()
     solver.setOptionValue("mip_rel_gap", _GAP)
     solver.setOptionValue("time_limit", _SECONDS)
-    solver.setOptionValue("threads", 1)
     solver.passModel(program)
     solver.run()
     return np.array(solver.getSolution().col_value)

@@ -26,6 +26,7 @@ from ..mesh import Placement
 from ..sbp.registry import OpRule
 from .cost import Machine
 from .fold import fold
+from .highs import quiet_solver
 from .holding import Holding, Spans
 from .plan import Plan, Search, fingerprint
 from .predict import Prediction, Prices, predict
@@ -316,9 +317,7 @@ def _worth(columns: Sequence[tuple[np.ndarray, float]], limit: int) -> np.ndarra
     matrix.start_ = np.arange(0, dense.size + 1, dense.shape[1])
     matrix.index_ = np.tile(np.arange(dense.shape[1], dtype=np.int32), dense.shape[0])
     matrix.value_ = dense.flatten()
-    solver = highspy.Highs()
-    solver.setOptionValue("output_flag", False)
-    solver.setOptionValue("threads", 1)
+    solver = quiet_solver()
     solver.passModel(program)
     solver.run()
     duals = np.array(solver.getSolution().row_dual)[:num_moments]

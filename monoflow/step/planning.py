@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..compiler import AUTO, Captured, Plan, Role, World, fingerprint, plan
+from ..compiler import AUTO, Captured, Plan, Role, World, fingerprint, plan, with_prediction
 from ..errors import FlowError, PlanError
 from ..mesh import Placement
 from ..mesh import placement as make_placement
@@ -63,7 +63,7 @@ def make_plan(captured: Captured, wish: Wish, line: Placement, world: World, bef
 
 
 def _loaded(path: Path, captured: Captured, line: Placement) -> Plan:
-    made = Plan.load(path, captured.graph)
+    made = with_prediction(Plan.load(path, captured.graph))
     if made.placement.size != line.size or made.placement.device_type != line.device_type:
         raise PlanError(f"the plan in {path} is for {made.placement}, this job has {line}; plan again")
     return made
@@ -127,7 +127,7 @@ def _shared(make: Callable[[], Plan], captured: Captured, line: Placement, world
     text, failed = _send("", failed=False, line=line, world=world)
     if failed:
         raise PlanError(f"rank {first} could not plan: {text}")
-    return Plan.parse(text, captured.graph, f"the plan of rank {first}")
+    return with_prediction(Plan.parse(text, captured.graph, f"the plan of rank {first}"))
 
 
 def _send(text: str, *, failed: bool, line: Placement, world: World) -> tuple[str, bool]:

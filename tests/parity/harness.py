@@ -21,10 +21,11 @@ from .models import Batch, training
 
 
 class Layout(NamedTuple):
-    """Devices as a grid of ranks, and a plan's name."""
+    """Devices as a grid of ranks, a plan's name, and the bytes that a rank may hold (0 for no limit)."""
 
     grid: tuple
     plan: str
+    memory: int = 0
 
     @property
     def placement(self) -> Placement:
@@ -42,7 +43,7 @@ class Layout(NamedTuple):
 
     def compiled(self, *things: Any) -> Callable[[Callable], Step]:
         """flow.graph on this layout."""
-        return flow.graph(*things, placement=self.placement, plan=self.plan)
+        return flow.graph(*things, placement=self.placement, plan=self.plan, memory=self.memory)
 
 
 _SQUARE = ([0, 1], [2, 3])
