@@ -341,6 +341,8 @@ class Step:
         default = AUTO if self._batch_stats == "global" else "data"
         wish = Wish(self._placement, self._plan or default, self._memory, self._pins)
         before = self._last.plan if self._last is not None else None
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        batch = [one for one in leaves if isinstance(one, torch.Tensor)]
 
         def host(placement: Placement) -> Host:
             return Host(world.hosted(placement), _device(placement), self._mesh(placement, world))
@@ -350,7 +352,7 @@ class Step:
             self._subject,
             args,
             kwargs,
-            planner=lambda captured: make_plan(captured, wish, devices, world, before),
+            planner=lambda captured: make_plan(captured, wish, devices, world, before, batch),
             host=host,
             batch_stats=self._batch_stats,
             observe=observe,

@@ -37,10 +37,18 @@ class Wish:
     pins: Mapping[str, NdSbp]
 
 
-def make_plan(captured: Captured, wish: Wish, line: Placement, world: World, before: Plan | None) -> Plan:
+def make_plan(
+    captured: Captured,
+    wish: Wish,
+    line: Placement,
+    world: World,
+    before: Plan | None,
+    batch: Sequence[torch.Tensor],
+) -> Plan:
     """The plan of a captured step, the same on every rank: the first one makes it.
 
     Args:
+        batch: the tensors among the step's arguments. One that comes in parts is read as it is cut.
         line: all devices in one line, or the placement that was asked for.
         before: a plan by which this step ran before; what is stored stays as that stores it.
 
@@ -52,6 +60,9 @@ def make_plan(captured: Captured, wish: Wish, line: Placement, world: World, bef
         if isinstance(wish.plan, Path):
             return _loaded(wish.plan, captured, line)
         grids, stored = _as_stored(captured, before, wish, world)
+        parts = _in_parts(captured, batch, line) if wish.plan == AUTO and not wish.pins else {}
+        if parts and (not grids or list(grids) == [line]):
+            grids, stored = [line], {**stored, **parts}
         pins = {**stored, **wish.pins}
         return plan(captured, grids or _grids(wish, line, world), wish.plan, pins, wish.memory)
 
@@ -110,6 +121,19 @@ def _as_stored(
         return (), {}
     return [where], {
         key: from_placements(one.placements) for key, one in cut.items() if one.device_mesh == mesh
+    }
+
+
+def _in_parts(captured: Captured, batch: Sequence[torch.Tensor], line: Placement) -> dict[str, NdSbp]:
+    """How the batch's tensors lie of which a rank holds a part, such as those of `flow.stream`."""
+    return {
+        name: from_placements(one.placements)
+        for name, one in zip(captured.batch_names, batch, strict=True)
+        if isinstance(one, DTensor)
+        and name in captured.graph.input_of
+        and one.device_mesh.ndim == line.num_axes
+        and tuple(one.device_mesh.mesh.shape) == line.shape
+        and tuple(one.device_mesh.mesh.flatten().tolist()) == line.ranks
     }
 
 
