@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,12 +25,13 @@ import typer
 from contests import CONTESTS, Grid
 from rich.console import Console
 from rich.progress import Progress as Bar
-from standings import AUTO, GOAL, Entry, grouped, markdown, ratio, table
+from standings import AUTO, GOAL, Entry, grouped, is_met, markdown, table
 
 import monoflow as flow
 from monoflow.cli.calibrate import calibrate
 from monoflow.cli.measure import Progress
 from monoflow.plan.devices import machine_for
+from monoflow.plan.plan import Plan
 from monoflow.plan.predict import predict
 from monoflow.runtime.launch import ensure_process_group
 
@@ -96,15 +97,16 @@ def contest(model: str, rounds: int, teller: _Teller) -> list[Entry]:
         teller.step(f"{model}: round {number + 1}")
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    made = {plan: case.step._require().plan for (plan, _), case in zip(wanted, cases, strict=True)}
     return [
-        _entry(model, wanted[at][0], case.step, slowest[at].T.tolist(), losses[at])
-        for at, case in enumerate(cases)
+        _entry(model, plan, made, slowest[at].T.tolist(), losses[at]) for at, (plan, _) in enumerate(wanted)
     ]
 
 
 def _grid(shape: tuple[int, ...]) -> Grid:
+    """The ranks in a grid, its axes named as the search names them."""
     ranks = torch.arange(torch.Size(shape).numel()).view(shape).tolist()
-    return flow.placement("cpu", ranks, axes=("outer", "inner")[: len(shape)])
+    return flow.placement("cpu", ranks, axes=("outer", "inner") if len(shape) > 1 else ("data",))
 
 
 def _timed(step: Any, batch: Any) -> tuple[float, float]:
@@ -122,14 +124,20 @@ def _check_equal(model: str, plans: Sequence[str], losses: Sequence[float]) -> N
             raise AssertionError(f"{model}: the loss is {loss} by {plan}, {losses[0]} by {plans[0]}")
 
 
-def _entry(model: str, plan: str, step: Any, seconds: list[list[float]], loss: float) -> Entry:
-    made = step._require().plan
+def _entry(
+    model: str, plan: str, plans: Mapping[str, Plan], seconds: list[list[float]], loss: float
+) -> Entry:
+    made = plans[plan]
     predicted = predict(made, machine_for(made.placement))
+    like = next(
+        name for name, one in plans.items() if one.placement == made.placement and made.diff(one).is_equal
+    )
     kinds = {kind for by_kind in predicted.seconds_by.values() for kind in by_kind}
     return Entry(
         model,
         dist.get_world_size(),
         plan,
+        like,
         tuple(made.placement.shape),
         predicted.seconds,
         {kind: predicted.seconds_of(kind) for kind in sorted(kinds)},
@@ -185,7 +193,7 @@ def main(
     entries = [one for count in counts for one in run_ranks(count, models.split(","), rounds, console)]
     console.print(table(entries))
     contests = grouped(entries)
-    won = sum(ratio(contest) <= GOAL for contest in contests)
+    won = sum(map(is_met, contests))
     console.print(f"auto is at most {GOAL - 1:.0%} behind the fastest template in {won} of {len(contests)}")
     if out is not None:
         out.write_text(markdown(entries))
