@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
+#: Tests plan for no machine in particular: a calibration of this one must not change what they see.
+os.environ["MONOFLOW_CACHE"] = tempfile.mkdtemp(prefix="monoflow-no-cache-")
 
 
 class RunRanks(Protocol):
