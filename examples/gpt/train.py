@@ -43,7 +43,7 @@ def parse() -> argparse.Namespace:
     training.add_argument("--batch", type=int, default=32, help="windows of a global batch")
     training.add_argument("--lr", type=float, default=1e-3, help="at its peak")
     training.add_argument("--seed", type=int, default=0)
-    training.add_argument("--plan", help="data, zero, tensor; the default lets monoflow choose")
+    training.add_argument("--plan", help="auto (the default), data, zero, tensor")
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder for model.safetensors (default runs/gpt)")
     output.add_argument("--losses", type=Path, help="write the loss curve, a line `step loss` each")

@@ -70,7 +70,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=50_000, help="generated")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plan", help="data, zero, tensor; the default lets monoflow choose")
+    parser.add_argument("--plan", help="auto (the default), data, zero, tensor")
     parser.add_argument("--losses", type=Path, help="write the loss curve, a line `step loss` each")
     return parser.parse_args()
 

@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="images of a global batch")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plan", help="data, zero, tensor; the default lets monoflow choose")
+    parser.add_argument("--plan", help="auto (the default), data, zero, tensor")
     parser.add_argument("--losses", type=Path, help="write the loss curve, a line `step loss` each")
     return parser.parse_args()
 
