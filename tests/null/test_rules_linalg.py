@@ -26,9 +26,9 @@ def _all(outputs, dims=(0,), inputs=1):
 
 DECOMPOSITIONS = [
     ("cholesky", 1), ("linalg_cholesky_ex", 2), ("linalg_inv_ex", 2), ("linalg_lu_factor_ex", 3),
-    ("linalg_lu", 3), ("linalg_qr", 2), ("_linalg_det", 3), ("_linalg_slogdet", 4), ("_linalg_eigh", 2), 
-    ("linalg_eig", 2),    ("_linalg_svd", 3), ("linalg_matrix_exp", 1), ("linalg_ldl_factor_ex", 3), ("geqrf", 2),
-    ("cholesky_inverse", 1),
+    ("linalg_lu", 3), ("linalg_qr", 2), ("_linalg_det", 3), ("_linalg_slogdet", 4), ("_linalg_eigh", 2),
+    ("linalg_eig", 2), ("_linalg_svd", 3), ("linalg_matrix_exp", 1), ("linalg_ldl_factor_ex", 3),
+    ("geqrf", 2), ("cholesky_inverse", 1),
 ]  # fmt: skip
 
 
