@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from rich.table import Table
+
+from monoflow.plan.calibration import device_name
 
 AUTO = "auto"
 #: Auto's seconds over the fastest template's, at most.
@@ -149,7 +150,7 @@ def markdown(entries: Sequence[Entry]) -> str:
     """For RESULTS.md: the machine, the date and the table."""
     rows = [cells(one, contest) for contest in grouped(entries) for one in contest]
     lines = [
-        f"{date.today()}, {platform.processor() or platform.machine()} x {os.cpu_count()}, torch "
+        f"{date.today()}, {device_name('cpu')}, torch "
         f"{torch.__version__}, load average {os.getloadavg()[0]:.1f}, {len(entries[0].seconds)} rounds. "
         "Seconds are wall clock, the slowest rank's, the median; behind auto's ratio of medians are "
         "the quartiles of the rounds' ratios. Goal: at most 1.05.",
