@@ -148,7 +148,8 @@ class Space:
             solved = solve(
                 holding.priced(self.tables, prices), self.components, starts=list(columns), max_sweeps=60
             )
-            bound = max(bound, solved.bound - float(prices @ (limit - beside)))
+            # What the tables do not see is this plan's: another may hold nothing beside them.
+            bound = max(bound, solved.bound - limit * float(prices.sum()))
             if solved.choices in columns:
                 return
             columns[solved.choices] = None
@@ -157,9 +158,9 @@ class Space:
             excess = {at: over for at, over in self._excess(found, limit)[:2] if at not in unseen}
 
     def fitted(self, solved: Solved, limit: int) -> Candidate:
-        """A choice's plan with as little recomputation as brings it under the limit, if that is possible."""
+        """A choice's plan with as little recomputation as fits the limit; else the one that holds least."""
         choice = self.problem.choice(solved.choices)
-        found = self.candidate(choice, "sharded")
+        found = least = self.candidate(choice, "sharded")
         if found.predicted.peak_bytes <= limit:
             return found
         recomputation = Recomputation(self.problem, self.spans, choice)
@@ -175,9 +176,11 @@ class Space:
                 break
             dropped = cheapest[0]
             found = self.candidate(choice, "recomputed", dropped)
+            if found.predicted.peak_bytes < least.predicted.peak_bytes:
+                least = found
             if found.predicted.peak_bytes <= limit:
-                return found
-        return found
+                break
+        return least
 
     def _excess(self, found: Candidate, limit: int) -> list[tuple[int, float]]:
         """Moments at which a plan holds more than the limit, the worst first, with how much more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from monoflow.plan.plan import Plan
 from monoflow.plan.planner import plan_step
 from monoflow.plan.predict import Prediction, predict
 from monoflow.plan.problem import Problem
+from monoflow.plan.search import Candidate, Space
 from monoflow.plan.storages import free_goal
 from monoflow.plan.template import TEMPLATES
 from monoflow.sbp.layout import B, Split
@@ -255,6 +257,48 @@ def test_a_tight_limit_splits_the_state_then_computes_again_in_the_order_of_thei
     assert again[0] == 0 and again[-1] > 0, again
     first = again.index(next(number for number in again if number))
     assert state_bytes(plans[first]) < state_bytes(free)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5])
+def test_a_bound_under_a_limit_is_below_every_plan_that_fits(share: float) -> None:
+    graph = stack_graph(3, 64, 96)
+    limit = int(share * predicted(plan_step(graph, TWO, "auto", machine=SLOW)).peak_bytes)
+    plan = plan_step(graph, TWO, "auto", machine=SLOW, limit=limit)
+    assert plan.search is not None
+    fitting = [
+        predicted(plan),
+        predicted(plan_step(graph, TWO, "auto", machine=SLOW, limit=limit * 99 // 100)),
+    ]
+    for one in fitting:
+        assert one.peak_bytes <= limit and plan.search.bound <= one.seconds
+    assert plan.search.gap == pytest.approx(1 - plan.search.bound / predicted(plan).seconds)
+
+
+def test_of_what_does_not_fit_the_least_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    candidate, fitted = Space.candidate, Space.fitted
+    kept: list[tuple[int, int]] = []
+
+    def noted(self: Space, *args: Any) -> Candidate:
+        found = candidate(self, *args)
+        made.append(found.predicted.peak_bytes)
+        return found
+
+    def compared(self: Space, *args: Any) -> Candidate:
+        made.clear()
+        found = fitted(self, *args)
+        kept.append((found.predicted.peak_bytes, min(made)))
+        return found
+
+    monkeypatch.setattr(Space, "candidate", noted)
+    monkeypatch.setattr(Space, "fitted", compared)
+    model = nn.Sequential(
+        nn.Linear(16, 32), *[nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(3)]
+    )
+    graph = trained(model, torch.randn(64, 16), torch.randn(64, 32))
+    with pytest.raises(PlanError):
+        plan_step(graph, TWO, "auto", machine=REFERENCE, limit=30_000)
+    assert kept and all(found == least for found, least in kept), kept
 
 
 def test_what_cannot_fit_is_refused_with_what_would() -> None:
