@@ -101,5 +101,5 @@ def test_an_index_outside_the_whole_table_is_an_error_on_every_rank():
 
 def test_indices_of_32_bits():
     args = list(_arguments(1))
-    args[1], args[2] = args[1].int(), args[2].int()
+    args[1], args[2] = args[1].int(), args[2].int()  # pyright: ignore
     assert len(proven(RULES[BAG], BAG, *args)) == 4
