@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .capture.subject import Slot, Subject, subject_of
 from .capture.trace import Captured, capture
+from .errors import PlanError
 from .graph.passes import PASSES
 from .graph.step_graph import Input, Output, Role, StepGraph, info_of
 from .graph.verify import verify
@@ -153,11 +154,16 @@ def plan(
     """
     log = stage_logger("plan")
     start = time.perf_counter()
-    candidates = []
+    candidates, refused = [], []
     for placement in placements:
         machine = machine_for(placement) if placement.size > 1 and name == AUTO else None
         limit = memory if memory is not None else default_limit(placement)
-        candidates.append(plan_step(captured.graph, placement, name, pins, machine, limit=limit))
+        try:
+            candidates.append(plan_step(captured.graph, placement, name, pins, machine, limit=limit))
+        except PlanError as error:  # another grid may fit
+            refused.append(error)
+    if not candidates:
+        raise refused[0]
     made = best_of(candidates)
     nodes = {node.name: node for node in made.graph.calls()}
     if made.placement.size > 1:

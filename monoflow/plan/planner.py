@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import fx
 
+from ..errors import LayoutError
 from ..graph.step_graph import StepGraph, metas_of, tensor_args
 from ..log import stage_logger
 from ..mesh import Placement
@@ -20,7 +22,7 @@ from .plan import Plan, fingerprint
 from .predict import predict
 from .rewrites import PREPARE, Rewrite, expansion, rewritten
 from .search import search
-from .template import Pins, Template, apply_pins, parse, zero
+from .template import TEMPLATES, Pins, Template, apply_pins, parse, zero
 from .verify import verify_plan
 
 log = stage_logger("plan")
@@ -59,7 +61,11 @@ def plan_step(
     if name != AUTO:
         made = replace(_by_template(graph, placement, name, pins, rules), machine=machine)
         return replace(made, predicted=predict(made, machine))
-    return search(graph, placement, machine, pins, rules, limit)
+    others = []
+    for template in TEMPLATES if limit and placement.size > 1 else ():  # a limit is never too small for these
+        with suppress(LayoutError):  # a pin that the template has no place for
+            others.append(plan_step(graph, placement, template, pins, machine, rules))
+    return search(graph, placement, machine, pins, rules, limit, others)
 
 
 def best_of(plans: Sequence[Plan]) -> Plan:

@@ -45,6 +45,7 @@ aten = torch.ops.aten
 _LOSSES = {aten._log_softmax.default, aten._log_softmax_backward_data.default}
 _ROUNDS = 8  # of pricing, and of fitting one plan into a limit
 _MOMENTS = 12  # that a limit is held at, a round
+_NEARLY = 0.02  # what one form of the graph costs more by its tables may be less by its schedule
 _DEAR = 1e4  # steps that a rank would rather wait than hold twice the limit
 
 
@@ -214,6 +215,7 @@ def search(
     pins: Pins,
     rules: Mapping[Callable, OpRule],
     limit: int = 0,
+    others: Sequence[Plan] = (),
 ) -> Plan:
     """The fastest plan that is found for a step on a placement.
 
@@ -221,31 +223,29 @@ def search(
         machine: what ops and moves cost.
         pins: per pattern of input or output names, one SBP per axis.
         limit: bytes that a rank may hold at any time; 0 for no limit.
+        others: plans made otherwise, with what they are predicted to cost, to choose from as well.
 
     Raises:
         PlanError: nothing fits the limit.
         LayoutError: a pin does not fit.
     """
-    best, smallest = _searched(captured, placement, machine, pins, rules, limit)
+    spaces = [
+        Space(captured, rewrites, placement, machine, pins, rules)
+        for rewrites in _forms(captured, rules, placement.size)
+    ]
+    best, smallest = _searched(spaces, limit, others)
     if best is not None:
         return verify_plan(best)
     works = smallest.predicted.peak_bytes
     for _ in range(_ROUNDS):  # a limit that is said to work has been tried
-        found, least = _searched(captured, placement, machine, pins, rules, works)
+        found, least = _searched(spaces, works, others)
         if found is not None:
             break
         works = max(works, least.predicted.peak_bytes) + works // 100
     raise PlanError(_too_small(smallest, limit, works))
 
 
-def _searched(
-    captured: StepGraph,
-    placement: Placement,
-    machine: Machine,
-    pins: Pins,
-    rules: Mapping[Callable, OpRule],
-    limit: int,
-) -> tuple[Plan | None, Candidate]:
+def _searched(spaces: Sequence[Space], limit: int, others: Sequence[Plan]) -> tuple[Plan | None, Candidate]:
     """The fastest plan within a limit, if one was found, and the one that holds the least."""
     best: Candidate | None = None
     smallest: Candidate | None = None
@@ -262,16 +262,20 @@ def _searched(
         if (not limit or held <= limit) and (best is None or seconds < best.predicted.seconds):
             best = one
 
-    for rewrites in _forms(captured, rules, placement.size):
-        space = Space(captured, rewrites, placement, machine, pins, rules)
+    for plan in others:
+        assert plan.predicted is not None
+        consider(Candidate(plan.name, plan, plan.predicted))
+    least = min(space.fastest.cost for space in spaces)
+    for space in spaces:
         if limit:
             reached = list(space.within(limit))
             for found, _ in reached:
                 consider(found)
             bounds.append(reached[-1][1])
         else:
-            consider(space.candidate(space.problem.choice(space.fastest.choices), "auto"))
             bounds.append(space.fastest.bound)
+            if space.fastest.cost <= least * (1 + _NEARLY):
+                consider(space.candidate(space.problem.choice(space.fastest.choices), "auto"))
         log.info("searched %d classes of nodes: bound %.4g s", space.problem.folding.num_classes, bounds[-1])
     assert smallest is not None
     if best is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ..boxing.route import fits_mesh
 from ..graph.step_graph import Input, Role, StepGraph
@@ -24,7 +25,8 @@ def free_goal(graph: StepGraph, placement: Placement, pins: Pins) -> Goal:
     """
     mesh = placement.shape
     blocks = (1, *block_counts(graph))
-    storages = {one.name: _free(graph, one, mesh, blocks) for one in graph.inputs}
+    known: dict[Any, list[NdSbp]] = {}
+    storages = {one.name: _free(graph, one, mesh, blocks, known) for one in graph.inputs}
     outputs: dict[str, NdSbp] = {}
     if pins:
         goals = [apply_pins(AxisGoal(size, {}), graph, pins, axis) for axis, size in enumerate(mesh)]
@@ -35,14 +37,19 @@ def free_goal(graph: StepGraph, placement: Placement, pins: Pins) -> Goal:
     return Goal(storages, outputs)
 
 
-def _free(graph: StepGraph, one: Input, mesh: Sequence[int], blocks: Sequence[int]) -> list[NdSbp]:
+def _free(
+    graph: StepGraph, one: Input, mesh: Sequence[int], blocks: Sequence[int], known: dict[Any, list[NdSbp]]
+) -> list[NdSbp]:
+    """The layouts of one input; layers' parameters are alike and share them in `known`."""
     shape = one.meta.shape
-    per_axis = [[B, *_splits(graph, one, size, blocks)] for size in mesh]
-    return [
-        layout
-        for layout in itertools.product(*per_axis)
-        if fits_mesh(shape, layout, mesh) and _nests_evenly(shape, layout, mesh)
-    ]
+    per_axis = tuple((B, *_splits(graph, one, size, blocks)) for size in mesh)
+    if (shape, per_axis) not in known:
+        known[shape, per_axis] = [
+            layout
+            for layout in itertools.product(*per_axis)
+            if fits_mesh(shape, layout, mesh) and _nests_evenly(shape, layout, mesh)
+        ]
+    return known[shape, per_axis]
 
 
 def _splits(graph: StepGraph, one: Input, size: int, blocks: Sequence[int]) -> list[Sbp]:

@@ -124,8 +124,8 @@ def parse(name: str, placement: Placement) -> tuple[Template, ...]:
     unknown = [one for one in names if one not in TEMPLATES]
     if unknown:
         raise PlanError(
-            f"no plan named {unknown[0]!r}; choose from {', '.join(TEMPLATES)} or a product such as "
-            f"'data x tensor' on a placement of two axes"
+            f"no plan named {unknown[0]!r}; choose auto (alone), {', '.join(TEMPLATES)}, or a product of "
+            "templates such as 'data x tensor' on a placement of two axes"
         )
     if len(names) == 1:
         names *= placement.num_axes
@@ -168,6 +168,10 @@ def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int) -> AxisG
                     stored[other.name] = one if other.meta.shape == match.meta.shape else B
         for match in results:
             _check_pin(pattern, match.name, match.meta.shape, one, goal.size)
+            if isinstance(one, Partial):
+                raise LayoutError(
+                    f"pin {pattern!r}: {match.name} cannot be handed out as {one}; use S(dim) or B"
+                )
             outputs[match.name] = one
     return replace(goal, stored=stored, used=used, free=free, outputs=outputs)
 

@@ -126,7 +126,7 @@ def graph(
     if batch_stats not in ("global", "local"):
         raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
     subject = subject_of(things)
-    limit = parse_memory(memory, "memory=") if isinstance(memory, str) else memory
+    limit = _checked_memory(memory, plan)
 
     def decorate(function: Callable) -> Step:
         return Step(function, subject, placement, plan, limit, batch_stats)
@@ -460,6 +460,21 @@ class Step:
         bound = self._bound(compiled)
         with torch.no_grad():
             return bound.take(compiled.engine.run(bound.read(args, kwargs, key)))
+
+
+def _checked_memory(memory: object, plan: str | Path | None) -> int | None:
+    """Bytes of `memory=`, 0 for no limit. Raises FlowError."""
+    if memory is None:
+        return None
+    limit = parse_memory(memory, "memory=") if isinstance(memory, str) else memory
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+        raise FlowError(f'memory={memory!r} is not a size of memory; write bytes, such as 2**30, or "80GB"')
+    if limit and plan not in (None, AUTO):
+        raise PlanError(
+            f"memory={memory!r} limits what a search may choose, and plan={str(plan)!r} is no search; "
+            "leave out one of them"
+        )
+    return limit
 
 
 def _device(placement: Placement) -> torch.device:

@@ -162,6 +162,11 @@ def test_threads_take_turns() -> None:
         ({"plan": 3}, "plan=3 is no plan"),
         ({"placement": [0, 1]}, r'write flow.placement\("cpu", \[0, 1\]\)'),
         ({"batch_stats": "mine"}, "batch_stats='mine'"),
+        ({"memory": -5}, "memory=-5 is not a size of memory"),
+        ({"memory": True}, "memory=True is not a size of memory"),
+        ({"memory": float("nan")}, "memory=nan is not a size of memory"),
+        ({"memory": "20 apples"}, "memory='20 apples' is not a size of memory"),
+        ({"memory": "1GB", "plan": "data"}, "plan='data' is no search"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], facts: str) -> None:

@@ -255,6 +255,7 @@ def test_pins_are_kept_and_the_rest_follows() -> None:
         ("up.weight", S(2), ("up.weight", "dim 2", "(16, 8)")),
         ("up.weight", S(0, 3), ("up.weight", "16 elements", "multiple of 6")),
         ("up.weight", Partial(), ("up.weight", "P(sum)")),
+        ("result", Partial(), ("result", "handed out as P(sum)")),
     ],
 )
 def test_pins_that_do_not_fit_are_refused(pattern: str, layout: Sbp, facts: tuple[str, ...]) -> None:

@@ -337,3 +337,10 @@ def test_repeated_layers_are_decided_once() -> None:
     assert many.num_classes == few.num_classes and len(many.first) > 2 * len(few.first)
     plan = plan_step(stack_graph(5, 64, 2048), TWO, "auto", machine=REFERENCE)
     assert len({plan.inputs[f"layers.{i}.up.weight"] for i in range(5)}) == 1
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_limit_that_a_template_keeps_is_never_too_small(template: str) -> None:
+    graph = stack_graph(3, 32, 64)
+    peak = predicted(plan_step(graph, TWO, template, machine=REFERENCE)).peak_bytes
+    assert predicted(plan_step(graph, TWO, "auto", machine=REFERENCE, limit=peak)).peak_bytes <= peak
