@@ -158,7 +158,7 @@ def machine_for(
 
     Args:
         device: a shipped table, such as "h100"; left out, this machine: as it was calibrated, else a shipped
-            table of the same accelerator, else a guess, with a warning that says how to calibrate.
+            table of the same accelerator, else a guess; the log of `plan` says how to calibrate.
         link: a shipped link for every axis, instead of the device's own.
         capacity: bytes of memory to use, instead of the device's.
 
@@ -215,7 +215,7 @@ def _here(placement: Placement, link: str | None) -> Machine:
     if found is None:
         made = _guess(placement)
         setting = Setting.here(placement.device_type, local)
-        log.warning(
+        log.info(
             "this machine is not calibrated for %d ranks on %s: costs are those of %s; run `%s`",
             local, placement.device_type, made.device.name, setting.command,
         )  # fmt: skip

@@ -170,8 +170,14 @@ KNOWN = [
     ((2, 2), (S(0), S(0)), (B, S(0)), [(1, "all_gather"), (0, "all_gather"), (1, "slice")], (64, 32)),
     ((2, 2), (B, S(0)), (S(0), S(0)), [(1, "all_gather"), (0, "slice"), (1, "slice")], (0, 64)),
     ((2, 2), (S(0), S(0)), (S(0), B), [(1, "all_gather")], (0, 32)),
-    # The sum of maxima: the inner axis is reduced first.
-    ((2, 2), (P, MAX), (B, B), [(1, "all_reduce"), (0, "all_reduce")], (128, 128)),
+    # The sum of maxima: the inner axis is reduced first. Only a shard crosses the outer one.
+    (
+        (2, 2),
+        (P, MAX),
+        (B, B),
+        [(1, "reduce_scatter"), (0, "all_reduce"), (1, "all_gather")],
+        (64, 128),
+    ),
 ]
 
 

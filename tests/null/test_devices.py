@@ -123,7 +123,7 @@ def test_axes_that_leave_the_host_have_a_shipped_link(cache: Path, monkeypatch: 
 def test_a_machine_that_was_not_measured_is_guessed_and_says_so(
     cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, "monoflow"):
+    with caplog.at_level(logging.INFO, "monoflow.plan"):
         machine = machine_for(mesh(2, 2, device_type="cpu"))
     assert "monoflow calibrate -n 4`" in caplog.text and "not calibrated for 4 ranks" in caplog.text
     assert len(machine.links) == 2 and machine.device.flops["float32"] > 1e9
