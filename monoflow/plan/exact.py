@@ -16,8 +16,7 @@ from ..graph.step_graph import info_of, is_getitem, op_call, op_name
 from ..sbp.layout import Split, fits, is_even
 from ..sbp.registry import OpRule, replicated
 from ..sbp.signature import OpCall, Signature
-from .labels import _cut as cut
-from .labels import _sides as sides
+from .calls import cut, sides
 
 if TYPE_CHECKING:
     from .plan import Plan

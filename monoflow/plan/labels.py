@@ -6,8 +6,7 @@ sizes, blocks and divisibility holds for what it is asked about.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -16,6 +15,7 @@ from ..graph.step_graph import StepGraph, is_getitem, metas_of, op_call, source_
 from ..sbp.layout import NdSbp, Partial, Sbp, Split, fits, is_even
 from ..sbp.registry import OpRule, replicated
 from ..sbp.signature import OpCall, Signature, TensorMeta
+from .calls import cut, sides
 from .fold import Folding
 
 #: One tensor of the graph: the node that computes it and which of its outputs it is.
@@ -80,7 +80,7 @@ class Labels:
         for axis in range(len(self.mesh)):
             forms = [self._offered(value, axis) for value in self.sources[node]]
             grown = [
-                ((*label, one), _cut(call, one, self.mesh[axis]))
+                ((*label, one), cut(call, one, self.mesh[axis]))
                 for label, call in grown
                 for one in self._signatures(node, rule, call, axis, forms)
                 if self._nests(whole, call, label, one, axis)
@@ -135,14 +135,14 @@ class Labels:
         """Whether every split fits its dim."""
         return all(
             fits(meta.shape[one.dim], one, self.mesh[axis])
-            for meta, one in _sides(call, signature)
+            for meta, one in sides(call, signature)
             if isinstance(one, Split) and meta is not None
         )
 
     def _nests(self, whole: OpCall, call: OpCall, label: Label, signature: Signature, axis: int) -> bool:
         """Whether, on every dim that an outer axis splits too, all the splits are even."""
-        outer = [[one for _, one in _sides(whole, before)] for before in label]
-        for position, (meta, one) in enumerate(_sides(call, signature)):
+        outer = [[one for _, one in sides(whole, before)] for before in label]
+        for position, (meta, one) in enumerate(sides(call, signature)):
             if not isinstance(one, Split) or meta is None:
                 continue
             above = [
@@ -151,48 +151,9 @@ class Labels:
                 if isinstance(before[position], Split) and before[position].dim == one.dim  # pyright: ignore
             ]
             if above:
-                extent = _sides(whole, signature)[position][0].shape[one.dim]  # pyright: ignore
+                extent = sides(whole, signature)[position][0].shape[one.dim]  # pyright: ignore
                 for split, size in (*above, (one, self.mesh[axis])):
                     if not is_even(extent, split, size):  # pyright: ignore[reportArgumentType]
                         return False
                     extent //= size
         return True
-
-
-def _sides(call: OpCall, signature: Signature) -> list[tuple[TensorMeta | None, Any]]:
-    """(shape, SBP) of every input and output."""
-    return [
-        *zip(call.inputs, signature.inputs, strict=True),
-        *zip(call.outputs, signature.outputs, strict=True),
-    ]
-
-
-def _cut(call: OpCall, signature: Signature, size: int) -> OpCall:
-    """The call as one axis cuts it; a dim split unevenly stays whole, as it is not split again."""
-    if not any(isinstance(one, Split) for one in (*signature.inputs, *signature.outputs)):
-        return call
-    cut = iter([_share(meta, one, size) for meta, one in zip(call.inputs, signature.inputs, strict=True)])
-    args, kwargs = _with_metas((call.args, dict(call.kwargs)), cut)
-    outputs = tuple(
-        _share(meta, one, size) for meta, one in zip(call.outputs, signature.outputs, strict=True)
-    )
-    return OpCall(call.op, args, kwargs, outputs)
-
-
-def _share(meta: TensorMeta | None, one: Any, size: int) -> TensorMeta | None:
-    if meta is None or not isinstance(one, Split) or not is_even(meta.shape[one.dim], one, size):
-        return meta
-    shape = list(meta.shape)
-    shape[one.dim] //= size
-    return replace(meta, shape=tuple(shape))
-
-
-def _with_metas(tree: Any, metas: Iterator[TensorMeta | None]) -> Any:
-    """A tree of arguments with its TensorMetas replaced, in order."""
-    if isinstance(tree, TensorMeta):
-        return next(metas)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_with_metas(one, metas) for one in tree)
-    if isinstance(tree, dict):
-        return {key: _with_metas(one, metas) for key, one in tree.items()}
-    return tree

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from ..graph.step_graph import StepGraph, is_getitem, metas_of, op_call, source_of, tensor_args
-from ..sbp.layout import NdSbp, Partial, Sbp, Split, fits
+from ..sbp.layout import NdSbp, Partial, Sbp, Split, fits, is_even
 from ..sbp.registry import OpRule, replicated
 from ..sbp.signature import OpCall, Signature, TensorMeta
+from .calls import with_metas
 
 #: One tensor of the graph: the node that computes it and which of its outputs it is.
 Value = tuple[fx.Node, int]
@@ -140,7 +141,7 @@ class Options:
                     continue
                 if any(isinstance(other, Split) and other.dim == one.dim for other in outer):
                     evenly = self._cut_evenly(before.shape, outer, one.dim)
-                    if not (evenly and _is_even(meta.shape[one.dim], one, self.size)):
+                    if not (evenly and is_even(meta.shape[one.dim], one, self.size)):
                         return False
         return True
 
@@ -155,7 +156,7 @@ class Options:
         if not self.outer:
             return call, outer_in, outer_out
         cut = iter([self._cut(meta, outer) for meta, outer in zip(call.inputs, outer_in, strict=True)])
-        args, kwargs = _with_metas((call.args, dict(call.kwargs)), cut)
+        args, kwargs = with_metas((call.args, dict(call.kwargs)), cut)
         outputs = tuple(self._cut(meta, outer) for meta, outer in zip(call.outputs, outer_out, strict=True))
         return OpCall(call.op, args, kwargs, outputs), outer_in, outer_out
 
@@ -165,7 +166,7 @@ class Options:
             return None
         shape = list(meta.shape)
         for axis, one in zip(self.outer, outer, strict=True):
-            if isinstance(one, Split) and _is_even(shape[one.dim], one, axis.size):
+            if isinstance(one, Split) and is_even(shape[one.dim], one, axis.size):
                 shape[one.dim] //= axis.size
         return replace(meta, shape=tuple(shape))
 
@@ -173,22 +174,7 @@ class Options:
         size = shape[dim]
         for axis, one in zip(self.outer, outer, strict=True):
             if isinstance(one, Split) and one.dim == dim:
-                if not _is_even(size, one, axis.size):
+                if not is_even(size, one, axis.size):
                     return False
                 size //= axis.size
         return True
-
-
-def _is_even(size: int, split: Split, axis_size: int) -> bool:
-    return size % (split.blocks * split.unit * axis_size) == 0
-
-
-def _with_metas(tree: Any, metas: Iterator[TensorMeta | None]) -> Any:
-    """A tree of arguments with its TensorMetas replaced, in order."""
-    if isinstance(tree, TensorMeta):
-        return next(metas)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_with_metas(one, metas) for one in tree)
-    if isinstance(tree, dict):
-        return {key: _with_metas(one, metas) for key, one in tree.items()}
-    return tree

@@ -6,31 +6,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from ..errors import LayoutError
-from ..graph.step_graph import StepGraph, metas_of, tensor_args
+from ..graph.step_graph import StepGraph
 from ..log import stage_logger
 from ..mesh import Placement
 from ..sbp.layout import Sbp, Split
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .axis import AxisPlan, AxisProblem
+from .calls import bytes_around
 from .cost import REFERENCE, DeviceCost, Machine
 from .plan import Plan, fingerprint
 from .predict import predict
-from .rewrites import PREPARE, Rewrite, expansion, rewritten
+from .rewrites import LOSSES, PREPARE, Rewrite, expansion, rewritten
 from .search import search
 from .template import TEMPLATES, Pins, Template, apply_pins, parse, zero
 from .verify import verify_plan
 
 log = stage_logger("plan")
-aten = torch.ops.aten
 
 AUTO = "auto"
 _CLEARLY = 0.01  # by so much a mesh of more axes must be faster
-_LOG_SOFTMAX = {aten._log_softmax.default, aten._log_softmax_backward_data.default}
 
 
 def plan_step(
@@ -164,7 +162,7 @@ def _alternatives(
     if whole:
         yield whole
     if any(axis.chose_storage for axis in axes):
-        loss = {node.name for node in graph.calls() if node.target in _LOG_SOFTMAX}
+        loss = {node.name for node in graph.calls() if node.target in LOSSES}
         if loss and loss != whole:
             yield loss
 
@@ -187,8 +185,7 @@ def _joined(graph: StepGraph, placement: Placement, name: str, axes: Sequence[Ax
     signatures = {node.name: tuple(axis.signatures[node] for axis in axes) for node in axes[0].signatures}
     unruled = {}
     for node in (node for node in axes[0].unruled if all(node in axis.unruled for axis in axes)):
-        metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1]]
-        unruled[node.name] = sum(meta.num_bytes for meta in (*metas, *metas_of(node)) if meta is not None)
+        unruled[node.name] = bytes_around(node)
     return Plan(
         graph,
         placement,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import fx
 
 from ..errors import PlanError
@@ -18,6 +19,9 @@ from ..sbp.registry import OpRule
 Rewrite = tuple[str, tuple[str, ...]]
 
 PREPARE = ("prepare-per-phase", ())
+
+#: A classifier's loss: in simpler ops the layer before it may stay split by the vocabulary.
+LOSSES = frozenset({torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default})
 
 
 def rewritten(graph: StepGraph, rewrites: Iterable[Rewrite], rules: Mapping[Callable, OpRule]) -> StepGraph:

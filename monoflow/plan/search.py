@@ -15,15 +15,14 @@ from functools import cached_property
 
 import highspy
 import numpy as np
-import torch
-from torch import fx
 
 from ..errors import PlanError
 from ..graph.passes.recompute import AGAIN
-from ..graph.step_graph import StepGraph, info_of, is_getitem, metas_of, tensor_args
+from ..graph.step_graph import StepGraph, info_of, is_getitem, metas_of
 from ..log import stage_logger
 from ..mesh import Placement
 from ..sbp.registry import OpRule
+from .calls import bytes_around
 from .cost import Machine
 from .fold import fold
 from .highs import quiet_solver
@@ -32,7 +31,7 @@ from .plan import Plan, Search, fingerprint
 from .predict import Prediction, Prices, predict
 from .problem import Choice, Problem
 from .recomputation import Recomputation
-from .rewrites import PREPARE, Rewrite, expansion, rewritten
+from .rewrites import LOSSES, PREPARE, Rewrite, expansion, rewritten
 from .schedule import Op, schedule
 from .solve import Solved, solve
 from .storages import free_goal
@@ -40,9 +39,7 @@ from .template import Pins
 from .verify import verify_plan
 
 log = stage_logger("plan")
-aten = torch.ops.aten
 
-_LOSSES = {aten._log_softmax.default, aten._log_softmax_backward_data.default}
 _ROUNDS = 8  # of pricing, and of fitting one plan into a limit
 _MOMENTS = 12  # that a limit is held at, a round
 _NEARLY = 0.02  # what one form of the graph costs more by its tables may be less by its schedule
@@ -98,7 +95,7 @@ class Space:
                 signatures[node.name] = signatures[node.meta[AGAIN]]
         own = {node.name for node in graph.calls()}
         unruled = {
-            node.name: _held_by(node)
+            node.name: bytes_around(node)
             for one in self.problem.labels.unruled
             for node in self.problem.folding.members[one]
         }
@@ -291,14 +288,9 @@ def _forms(
 ) -> Iterator[tuple[Rewrite, ...]]:
     """The forms of the graph that are searched: as it is, and with the loss in simpler ops."""
     yield (PREPARE,) if num_ranks > 1 else ()
-    losses = [node.name for node in captured.calls() if node.target in _LOSSES and expansion(node, rules)]
+    losses = [node.name for node in captured.calls() if node.target in LOSSES and expansion(node, rules)]
     if losses and num_ranks > 1:
         yield (PREPARE, ("expand", tuple(sorted(losses))))
-
-
-def _held_by(node: fx.Node) -> int:
-    metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1]]
-    return sum(meta.num_bytes for meta in (*metas, *metas_of(node)) if meta is not None)
 
 
 def _worth(columns: Sequence[tuple[np.ndarray, float]], limit: int) -> np.ndarray:
