@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from monoflow.lower.local import update, update_in_place
+from monoflow.lower.local import _CONTIGUOUS, update, update_in_place
+from monoflow.sbp.sources import on_contiguous
 
 aten = torch.ops.aten
 SETTINGS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "eps": 1e-6}
@@ -45,3 +46,16 @@ def test_any_strides_give_the_same_update(run: Callable[[list[Any]], list[torch.
     for index in names:
         assert not torch.equal(plain[index], values[index])
         torch.testing.assert_close(other[index], plain[index], rtol=0, atol=0)
+
+
+def test_kernels_that_take_inputs_for_contiguous_get_them_so() -> None:
+    """Group norm's backward reads the memory of other strides without a word."""
+    op = aten.native_group_norm_backward.default
+    assert op in _CONTIGUOUS
+    torch.manual_seed(0)
+    grad, x, weight = torch.randn(2, 4, 5), torch.randn(2, 4, 5), torch.randn(4)
+    _, mean, rstd = aten.native_group_norm.default(x, weight, None, 2, 4, 5, 2, 1e-5)
+    rest = mean, rstd, weight, 2, 4, 5, 2, [True, True, True]
+    strided_ones = grad.mT.contiguous().mT, x.mT.contiguous().mT
+    for plain, other in zip(op(grad, x, *rest), on_contiguous(op, *strided_ones, *rest), strict=True):
+        torch.testing.assert_close(other, plain)
