@@ -14,28 +14,9 @@ from ..graph.step_graph import metas_of
 from ..plan.schedule import Op
 from ..sbp.registry import OpRule
 from ..sbp.signature import LocalCall, LocalOp, TensorShard
-from ..sbp.sources import on_contiguous
+from ..sbp.strides import on_shards
 
 aten = torch.ops.aten
-
-#: A shard's strides need not be those that the global view relied on; reshape copies only when it must.
-_RESHAPES: Mapping[Any, Any] = {
-    aten.view.default: aten.reshape.default,
-    aten._unsafe_view.default: aten.reshape.default,
-}
-
-#: Kernels that read their inputs as if they were contiguous, or refuse what is not. A step is captured on
-#: tensors that suit them; a rank's shard, moved in one layout and viewed in another, may lie otherwise.
-_CONTIGUOUS = frozenset(
-    {
-        aten.native_group_norm.default, aten.native_group_norm_backward.default,
-        aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default,
-        aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default,
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        aten._pdist_forward.default, aten._pdist_backward.default,
-    }
-)  # fmt: skip
 
 
 def local_op(
@@ -71,22 +52,15 @@ def local_op(
         target = op.node.target
     if "device" in kwargs and kwargs["device"] is not None:
         kwargs = {**kwargs, "device": device}
-    if target in _CONTIGUOUS:
-        return (on_contiguous, (target, *args), kwargs), outputs  # type: ignore[return-value]
-    return (_RESHAPES.get(target, target), args, kwargs), outputs  # type: ignore[return-value]
+    return on_shards(target, args, kwargs), outputs  # type: ignore[arg-type]
 
 
-def update(op: Any, *lists: Any, **kwargs: Any) -> Any:
-    """Runs a fused update on contiguous tensors.
+def update_in_place(op: Any, *lists: Any, **kwargs: Any) -> tuple[list[torch.Tensor], ...]:
+    """Runs an in-place fused update and returns its lists, as the functional form would.
 
     torch's CPU kernels walk all lists as if they had the parameter's strides; a gradient that was moved in
     one layout and transposed afterwards has others.
     """
-    return op(*map(_contiguous, lists), **kwargs)
-
-
-def update_in_place(op: Any, *lists: Any, **kwargs: Any) -> tuple[list[torch.Tensor], ...]:
-    """Runs an in-place fused update and returns its lists, as the functional form would; see `update`."""
     used = [_contiguous(one) for one in lists]
     op(*used, **kwargs)
     for given, own in zip(lists, used, strict=True):

@@ -17,7 +17,7 @@ from ..runtime.program import Port, Program, Register, Task, task_module, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
-from .local import local_op, pick, update, update_in_place
+from .local import local_op, pick, update_in_place
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,7 @@ class _Body:
             item, arguments, owner.rules, owner.mesh, owner.coordinate, owner.device
         )
         if item.node in owner.given.nodes:
-            target, args = update_in_place, (IN_PLACE[target], *args)
-        elif item.node.target in IN_PLACE:
-            target, args = update, (target, *args)
+            target, args = update_in_place, (IN_PLACE[item.node.target], *args[1:])
         result = self.graph.create_node("call_function", target, args, kwargs, name=item.node.name)  # pyright: ignore
         for value, node in zip(item.outputs, pick(self.graph, result, output_paths(item.node)), strict=True):
             self.env[value] = node

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.utils import _pytree as pytree
 
+from ..sbp.strides import RESHAPES
 from .schedule import Box, LaidOut, Op
 
 aten = torch.ops.aten
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 #: Views that turn what is contiguous into what is not, and back.
 _TURNS = {aten.t.default, aten.transpose.int, aten.permute.default}
 #: Views that copy what they cannot see through.
-_RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
+_RESHAPES = {*RESHAPES, aten.reshape.default}
 
 
 class Strides:

@@ -18,6 +18,7 @@ from .layout import B, NdSbp, P, Sbp, Split, local_shape, text
 from .parts import distribute, every_split
 from .registry import Forms, OpRule, own_op, replicated
 from .signature import LocalCall, OpCall, Signature, TensorMeta, TensorShard
+from .strides import on_shards
 
 
 class WrongRule(AssertionError):
@@ -159,16 +160,21 @@ def _prove(
         return WrongRule(f"{trial.op}({described}) on {mesh}: {layouts} is wrong: {problem}")
 
     inputs, outputs = _layouts(trial, signatures, fail)
-    generator = torch.Generator().manual_seed(seed)
-    parts = [distribute(t, sbp, mesh, generator) for t, sbp in zip(trial.tensors, inputs, strict=True)]
-    results: dict[tuple[int, ...], tuple[torch.Tensor | None, ...]] = {}
-    for coordinate in itertools.product(*map(range, mesh)):
-        local_inputs = [held[coordinate] for held in parts]
-        try:
-            results[coordinate] = _run_local(trial, rule, local_inputs, inputs, outputs, mesh, coordinate)
-        except Exception as error:
-            raise fail(f"rank {coordinate} raises {type(error).__name__}: {error}") from error
-    _check_outputs(trial, results, outputs, mesh, fail)
+    for strided in (False, True) if any(one.ndim > 1 for one in trial.tensors) else (False,):
+        generator = torch.Generator().manual_seed(seed)
+        parts = [
+            distribute(tensor, sbp, mesh, generator, strided)
+            for tensor, sbp in zip(trial.tensors, inputs, strict=True)
+        ]
+        results: dict[tuple[int, ...], tuple[torch.Tensor | None, ...]] = {}
+        for coordinate in itertools.product(*map(range, mesh)):
+            local_inputs = [held[coordinate] for held in parts]
+            try:
+                results[coordinate] = _run_local(trial, rule, local_inputs, inputs, outputs, mesh, coordinate)
+            except Exception as error:
+                how = " on strided shards" * strided
+                raise fail(f"rank {coordinate} raises {type(error).__name__}{how}: {error}") from error
+        _check_outputs(trial, results, outputs, mesh, fail)
 
 
 def _layouts(
@@ -216,7 +222,7 @@ def _run_local(
         ],
     )
     local = rule.local if rule is not None and rule.local is not None else own_op
-    op, args, kwargs = local(call)
+    op, args, kwargs = on_shards(*local(call))
     results = outputs_of(op(*args, **kwargs))
     for position, (result, shard) in enumerate(zip(results, call.outputs, strict=True)):
         if (result is None) != (shard is None):

@@ -23,14 +23,23 @@ def every_split(shape: Sequence[int], axis_size: int) -> list[Split]:
 
 
 def distribute(
-    tensor: torch.Tensor, sbp: NdSbp, mesh: Sequence[int], generator: torch.Generator
+    tensor: torch.Tensor,
+    sbp: NdSbp,
+    mesh: Sequence[int],
+    generator: torch.Generator,
+    strided: bool = False,
 ) -> dict[tuple[int, ...], torch.Tensor]:
-    """What every coordinate holds of a whole tensor; parts of a partial are random."""
+    """What every coordinate holds of a whole tensor; parts of a partial are random.
+
+    Args:
+        strided: whether shards lie in memory with their last two dims exchanged, as views of moved tensors.
+    """
     if not sbp:
-        return {(): tensor.contiguous()}
+        held = tensor.contiguous()
+        return {(): held.mT.contiguous().mT if strided and held.ndim > 1 else held}
     found = {}
     for index, part in enumerate(_parts(tensor, sbp[0], mesh[0], generator)):
-        for rest, value in distribute(part, sbp[1:], mesh[1:], generator).items():
+        for rest, value in distribute(part, sbp[1:], mesh[1:], generator, strided).items():
             found[(index, *rest)] = value
     return found
 

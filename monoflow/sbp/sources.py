@@ -7,13 +7,11 @@ from enum import StrEnum
 from functools import partial
 from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
 from ..log import stage_logger
 from .registry import Forms, OpRule
 from .rules import RULES
 from .signature import LocalCall, LocalOp, OpCall, Signature
+from .strides import on_contiguous
 from .torch_rules import torch_signatures
 from .trial import Found, confirm, refusal, search
 from .user_rules import REGISTERED, UserRule
@@ -124,10 +122,3 @@ class RuleBook(Mapping[Callable, OpRule]):
 def _contiguous(call: LocalCall) -> LocalOp:
     """A shard may be a strided cut, which a kernel that was written for whole tensors may misread."""
     return on_contiguous, (call.op, *call.args), call.kwargs
-
-
-def on_contiguous(op: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Runs an op on contiguous tensors."""
-
-    args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
-    return op(*args, **kwargs)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from monoflow.lower.local import _CONTIGUOUS, update, update_in_place
-from monoflow.sbp.sources import on_contiguous
+from monoflow.lower.local import update_in_place
+from monoflow.sbp.strides import CONTIGUOUS, on_contiguous, on_shards
 
 aten = torch.ops.aten
 SETTINGS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01, "eps": 1e-6}
@@ -21,7 +21,9 @@ def strided(values: torch.Tensor) -> torch.Tensor:
 
 
 def functional(lists: list[Any]) -> list[torch.Tensor]:
-    found = update(aten._fused_adamw.default, *lists, amsgrad=False, maximize=False, **SETTINGS)
+    settings = {"amsgrad": False, "maximize": False, **SETTINGS}
+    run, args, kwargs = on_shards(aten._fused_adamw.default, tuple(lists), settings)
+    found = run(*args, **kwargs)
     return [one[0] for one in found if one]
 
 
@@ -51,7 +53,7 @@ def test_any_strides_give_the_same_update(run: Callable[[list[Any]], list[torch.
 def test_kernels_that_take_inputs_for_contiguous_get_them_so() -> None:
     """Group norm's backward reads the memory of other strides without a word."""
     op = aten.native_group_norm_backward.default
-    assert op in _CONTIGUOUS
+    assert op in CONTIGUOUS
     torch.manual_seed(0)
     grad, x, weight = torch.randn(2, 4, 5), torch.randn(2, 4, 5), torch.randn(4)
     _, mean, rstd = aten.native_group_norm.default(x, weight, None, 2, 4, 5, 2, 1e-5)
