@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import subprocess
@@ -10,12 +11,15 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import torch
 import torch.distributed as dist
+
+_JOINED = "joined"
 
 ROOT = Path(__file__).parents[1]
 #: Tests plan for no machine in particular: a calibration of this one must not change what they see.
@@ -72,6 +76,20 @@ def cli_environment() -> dict[str, str]:
 
 
 def _run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    results = _results_of_ranks(num_ranks, function, args)
+    if any(
+        isinstance(answer, _NotJoined) for _, answer in results
+    ):  # Gloo may lose a rank while the ranks connect
+        results = _results_of_ranks(num_ranks, function, args)
+    failures = [str(text) for ok, text in results if not ok]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in results]
+
+
+def _results_of_ranks(
+    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...]
+) -> list[tuple[bool, Any]]:
+    """Of every rank: whether it did well, and what it returned or why not."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.tensor", "monoflow"])
     with tempfile.TemporaryDirectory() as folder:
@@ -85,23 +103,31 @@ def _run_ranks(num_ranks: int, function: Callable[..., Any], *args: Any) -> list
             pipes.append(here)
             processes.append(process)
         try:
-            results = [_receive(rank, pipe) for rank, pipe in enumerate(pipes)]
+            pairs = zip(pipes, processes, strict=True)
+            return [_receive(rank, pipe, process) for rank, (pipe, process) in enumerate(pairs)]
         finally:
             for process in processes:
                 process.join(10)
                 process.kill()
-    failures = [text for ok, text in results if not ok]
-    assert not failures, "\n".join(failures)
-    return [value for _, value in results]
 
 
-def _receive(rank: int, pipe: Connection) -> tuple[bool, Any]:
-    if not pipe.poll(120):
-        return False, f"rank {rank} gave no answer in 120 s"
-    try:
-        return pipe.recv()
-    except EOFError:
-        return False, f"rank {rank} died without a word"
+class _NotJoined(str):
+    """Why a rank did not join the others."""
+
+
+def _receive(rank: int, pipe: Connection, process: BaseProcess) -> tuple[bool, Any]:
+    joined = False
+    while pipe.poll(120):
+        try:
+            answer = pipe.recv()
+        except EOFError:
+            process.join(10)
+            text = f"rank {rank} ended with exit code {process.exitcode} and without a word"
+            return False, text if joined else _NotJoined(text)
+        if answer != _JOINED:
+            return answer
+        joined = True
+    return False, f"rank {rank} gave no answer in 120 s"
 
 
 def _rank_main(
@@ -114,7 +140,9 @@ def _rank_main(
 ) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+    faulthandler.enable()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    pipe.send(_JOINED)
     try:
         answer = (True, function(*args))
     except Exception:
