@@ -150,7 +150,7 @@ class _RankLowering:
         if box is not None:
             target = self._register(box.target)
             name = f"{box.move.kind}:{box.source.name}"
-            return Task(position, name, str(box.phase), reads, (target,), move=box.move)
+            return Task(position, name, str(box.phase), reads, (target,), move=box.move, order=position)
         module = _Body(self, segment).build()
         writes = tuple(self._register(value) for value in segment.writes)
         after = {

@@ -108,9 +108,9 @@ class Engine:
 
 
 def _one_order(programs: Mapping[int, Program]) -> tuple[int, ...]:
-    """The collectives' task indices in program order, which all ranks share."""
+    """The moves' numbers in program order, which all ranks share."""
     orders = {
-        rank: tuple(task.index for task in program.tasks if task.move is not None)
+        rank: tuple(task.order for task in program.tasks if task.move is not None)
         for rank, program in programs.items()
     }
     first = next(iter(orders.values()), ())
@@ -195,7 +195,7 @@ class _Run:
     def _meet(self, actor: _Actor) -> None:
         """A collective fires when every hosted rank has arrived and it is its turn."""
         turns, num_ranks = self.engine.turns, len(self.engine.programs)
-        self.arrived.setdefault(actor.task.index, []).append(actor)
+        self.arrived.setdefault(actor.task.order, []).append(actor)
         while self.turn < len(turns) and len(self.arrived.get(turns[self.turn], ())) == num_ranks:
             self._collect(self.arrived.pop(turns[self.turn]))
             self.turn += 1
@@ -277,9 +277,9 @@ class _Run:
                     f"{self._place(actor)} misses {missing}: of registers {', '.join(empty) or 'none'}, "
                     f"of tasks {', '.join(map(str, actor.task.after)) or 'none'}"
                 )
-        for index, actors in self.arrived.items():
+        for order, actors in self.arrived.items():
             turn = self.engine.turns[self.turn]
             lines += [
-                f"{self._place(one)} (task {index}) waits for the turn of task {turn}" for one in actors
+                f"{self._place(one)} (move {order}) waits for the turn of move {turn}" for one in actors
             ]
         return "the program cannot finish:\n" + "\n".join(lines[:20])

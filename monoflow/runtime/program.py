@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -15,15 +17,33 @@ from ..config import SETTINGS
 from ..mesh import Placement
 
 
+#: The name of the placeholder of a task's graph that is the number of the micro-batch.
+TIME = "time"
+
+
+class Rate(StrEnum):
+    """How often in a step an actor fires, or a register is filled."""
+
+    STEP = "step"
+    MICRO = "micro-batch"
+
+
 @dataclass(frozen=True)
 class Register:
-    """A bounded slot for one tensor: an actor writes it, its consumers read it and hand it back."""
+    """A bounded slot for one tensor: an actor writes it, its consumers read it and hand it back.
+
+    Attributes:
+        shape: of the largest tensor that it holds; that of the first micro-batch if it is filled for each.
+        slots: how many tensors it holds at a time.
+        rate: how often in a step it is filled.
+    """
 
     index: int
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     slots: int = 1
+    rate: Rate = Rate.STEP
 
     @property
     def num_bytes(self) -> int:
@@ -32,10 +52,20 @@ class Register:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A piece of program. `after` are tasks that must be done first although no register links them.
+    """A piece of program. Exactly one of `compute` and `move` is set.
 
-    Exactly one of `compute` (from the input registers to the output registers, as `task_module` makes it) and
-    `move` (a collective along one axis, from one input register to one output register) is set.
+    A task of rate MICRO fires once for every micro-batch, in their order. It reads registers of rate MICRO
+    micro-batch by micro-batch, and those of rate STEP again each time. A move along time, the axis after the
+    placement's own, has rate MICRO and fills a register of rate STEP when it has seen every micro-batch: it
+    adds them up (P(sum) -> B), or joins them (S -> B).
+
+    Attributes:
+        compute: from the input registers to the output registers, as `task_module` makes it.
+        move: a collective along one axis, from one input register to one output register. A rank that only
+            sends has no output, one that only receives no input.
+        after: tasks of this program that must be done first although no register links them.
+        order: the place of a move among all moves of the plan: the same number on every rank that takes part.
+        others: the form of `compute` for micro-batches whose tensors have other shapes than the first one's.
     """
 
     index: int
@@ -46,12 +76,22 @@ class Task:
     compute: fx.GraphModule | None = None
     move: Move | None = None
     after: tuple[int, ...] = ()
+    order: int = -1
+    rate: Rate = Rate.STEP
+    others: Mapping[int, fx.GraphModule] = field(default_factory=dict)
+
+    def module(self, time: int = 0) -> fx.GraphModule:
+        """What computes a micro-batch."""
+        found = self.others.get(time, self.compute)
+        assert found is not None, f"task {self.name} computes nothing"
+        return found
 
 
 def task_module(graph: fx.Graph) -> fx.GraphModule:
     """A graph as a task's function: from a list of tensors, which it empties, to a list of tensors.
 
-    Whoever hands over the only references so lets every tensor go after its last use inside the task.
+    Whoever hands over the only references so lets every tensor go after its last use inside the task. A
+    placeholder called "time" is the number of the micro-batch, the function's second argument.
     """
     graph.set_codegen(_TakesList())
     return fx.GraphModule(torch.nn.Module(), graph)
@@ -60,7 +100,8 @@ def task_module(graph: fx.Graph) -> fx.GraphModule:
 class _TakesList(CodeGen):
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **kwargs: Any) -> str:
         names = [text.split(":")[0].split("=")[0].strip() for text in free_vars if text != "self"]
-        lines = [f"def {self._func_name}(self, tensors){maybe_return_annotation}:"]
+        names = [name for name in names if name != TIME]
+        lines = [f"def {self._func_name}(self, tensors, {TIME}=0){maybe_return_annotation}:"]
         if names:
             lines += [f"    {', '.join(names)}, = tensors", "    tensors.clear()"]
         return "\n".join(lines)
@@ -86,6 +127,7 @@ class Program:
     registers: tuple[Register, ...]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    micro_batches: int = 1
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -133,7 +175,24 @@ def verify(program: Program) -> Program:
         twice = set(task.outputs) & written
         assert not twice, f"task {task.name} writes registers {twice} again"
         assert all(earlier < position for earlier in task.after), f"task {task.name} waits for a later task"
+        assert task.move is None or task.order >= 0, f"the move {task.name} has no place among all moves"
+        _check_rates(program, task)
         written |= set(task.outputs)
     missing = {port.register for port in program.outputs} - written
     assert not missing, f"outputs read registers {missing} that nothing writes"
+    for port in (*program.inputs, *program.outputs):
+        assert program.registers[port.register].rate is Rate.STEP, f"port {port.name} of rate MICRO"
     return program
+
+
+def _check_rates(program: Program, task: Task) -> None:
+    """A task reads what is filled as often as it fires, or once a step; it fills what it should."""
+    read = {program.registers[register].rate for register in task.inputs}
+    assert task.rate is Rate.MICRO or read <= {Rate.STEP}, f"task {task.name} reads micro-batches once a step"
+    folds = task.move is not None and task.move.axis == program.placement.num_axes
+    expected = Rate.STEP if folds else task.rate
+    for register in task.outputs:
+        found = program.registers[register].rate
+        assert found is expected, (
+            f"task {task.name} of rate {task.rate} fills register {register} of rate {found}"
+        )

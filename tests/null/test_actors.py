@@ -42,7 +42,7 @@ def all_reduce(index: int, source: int, target: int, place: Placement = TWO, axi
     """A task that sums along one axis."""
     before = tuple(P if one == axis else B for one in range(place.num_axes))
     (move,) = route(before, (B,) * place.num_axes, (2,), torch.float32, place.shape).steps
-    return Task(index, f"sum{index}", "forward", (source,), (target,), move=move)
+    return Task(index, f"sum{index}", "forward", (source,), (target,), move=move, order=index)
 
 
 def program(
