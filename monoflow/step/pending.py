@@ -1,0 +1,122 @@
+"""Tensors that a step still works on: whoever touches one waits for the step.
+
+A call of a step returns before its results are there. Until then its results, and the parameters and states
+that it writes, are of a class that waits at the first touch (any function, method or attribute of torch) and
+then is what it was: the same objects, so nothing that a user holds is exchanged. The class is the only thing
+that changes, and only while a step runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+
+class Flight:
+    """One step that runs.
+
+    Args:
+        finish: waits for the step and puts what it made where it belongs; called once.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+        self._tensors: list[torch.Tensor] = []
+        self._lock = threading.RLock()
+        self._error: BaseException | None = None
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Makes tensors wait for this step. Those of a class of the user's own are left as they are."""
+        for tensor in tensors:
+            waiting = _WAITING.get(type(tensor))
+            if waiting is not None:
+                if isinstance(tensor, DTensor):  # its own methods read its part without asking torch
+                    self.hold([tensor._local_tensor])
+                tensor.__class__ = waiting
+                tensor._flight = self  # type: ignore[attr-defined]
+                self._tensors.append(tensor)
+
+    def land(self) -> None:
+        """Waits for the step, once; raises what it raised, every time."""
+        with self._lock:
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                try:
+                    with (
+                        torch._C.DisableTorchFunctionSubclass()
+                    ):  # what finishes a step may touch its tensors
+                        finish()
+                except BaseException as error:
+                    self._error = error
+                finally:
+                    self._release()
+            if self._error is not None:
+                raise self._error
+
+    def _release(self) -> None:
+        for tensor in self._tensors:
+            tensor.__class__ = type(tensor).__mro__[2]
+            del tensor._flight  # type: ignore[attr-defined]
+        self._tensors.clear()
+
+
+class _Waits:
+    """Of a tensor that is waited for."""
+
+    _flight: Flight
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for leaf in pytree.tree_leaves((args, kwargs or {})):
+            if isinstance(leaf, _Waits):
+                leaf._flight.land()
+        return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        self._flight.land()
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._flight.land()
+        return self.__reduce_ex__(protocol)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        self._flight.land()
+        return self.__dlpack__(*args, **kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        self._flight.land()
+        given = self.__array__() if dtype is None else self.__array__(dtype)
+        return given.copy() if copy else given
+
+
+class _WaitingTensor(_Waits, torch.Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    pass
+
+
+class _WaitingParameter(_Waits, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleMethodOverride]
+    pass
+
+
+class _WaitingDTensor(_Waits, DTensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+    __slots__ = ()
+
+
+#: For every class that a step's tensors have, the one that waits; the class itself comes third in its order.
+_WAITING: Mapping[type, type] = {
+    torch.Tensor: _WaitingTensor,
+    torch.nn.Parameter: _WaitingParameter,
+    DTensor: _WaitingDTensor,
+}
