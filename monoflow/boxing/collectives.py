@@ -63,6 +63,18 @@ class Transport(Protocol):
         """The tensor of rank `source`; the others give one of the same shape and dtype."""
         ...
 
+    def send(
+        self, tensors: Tensors, source: int, target: int, shape: tuple[int, ...], group: Group
+    ) -> dict[int, Tensor]:
+        """From one member to another, point to point; only those two take part, and only `target` gets it.
+
+        Args:
+            tensors: of each of the two that is hosted: of the source what it sends, of the target an empty
+                tensor, of the dtype and on the device that it is to receive.
+            shape: of what is sent.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class AxisMove:

@@ -77,6 +77,8 @@ def _bytes_sent(kind: str, tensor: Tensor, group: Group) -> int:
     """What a rank that passes `tensor` to a collective sends."""
     others, size = group.size - 1, group.size
     num_bytes = tensor.numel() * tensor.dtype.itemsize
+    if kind == "send":
+        return num_bytes
     if kind == "all_gather":
         return others * num_bytes
     if kind == "all_reduce":
@@ -136,6 +138,17 @@ class SimTransport:
     def broadcast(self, tensors: Tensors, source: int, group: Group) -> dict[int, Tensor]:
         self._ordered(tensors, group, "broadcast")
         return {rank: tensors[source].clone() for rank in group.ranks}
+
+    def send(
+        self, tensors: Tensors, source: int, target: int, shape: tuple[int, ...], group: Group
+    ) -> dict[int, Tensor]:
+        assert set(tensors) == {source, target}, f"{source} to {target} is given those of {sorted(tensors)}"
+        sent, expected = tensors[source], tensors[target].dtype
+        assert (tuple(sent.shape), sent.dtype) == (shape, expected), (
+            f"rank {target} expects {list(shape)} {expected} and is sent {list(sent.shape)} {sent.dtype}"
+        )
+        self._counters[source].add(group, "send", sent.dtype, _bytes_sent("send", sent, group))
+        return {target: sent.clone()}
 
     def _check(self, tensors: Mapping[int, object], group: Group) -> None:
         assert set(tensors) == set(group.ranks), f"{group} is given tensors of ranks {sorted(tensors)}"
@@ -239,6 +252,20 @@ class DistTransport:
         sent = _COLLECTIVES.broadcast(_carrier(tensor).flatten(), seat, self._name(group))
         return {self.rank: _wait(sent).view(tensor.dtype).view(tensor.shape)}
 
+    def send(
+        self, tensors: Tensors, source: int, target: int, shape: tuple[int, ...], group: Group
+    ) -> dict[int, Tensor]:
+        tensor, pair = self._own(tensors), self._mesh.get_group(group.axis)
+        if self.rank == source:
+            assert tuple(tensor.shape) == shape, f"{list(tensor.shape)} is to be sent as {list(shape)}"
+            self._count(group, "send", tensor)
+            _finished(dist.isend(_carrier(tensor), target, pair))
+            return {}
+        assert self.rank == target, f"rank {self.rank} takes part in a move from {source} to {target}"
+        received = tensor.new_empty(shape)
+        _finished(dist.irecv(_carrier(received), source, pair))
+        return {self.rank: received}
+
     def _own(self, tensors: Tensors) -> Tensor:
         assert set(tensors) == {self.rank}, f"rank {self.rank} is given tensors of ranks {sorted(tensors)}"
         return tensors[self.rank].contiguous()
@@ -263,6 +290,12 @@ def _inverse(seats: Sequence[int]) -> list[int]:
 def _reordered(stacked: Tensor, order: list[int]) -> Tensor:
     """The parts of the first dim in another order; the tensor itself if that is the order it has."""
     return stacked if order == list(range(len(order))) else stacked[order]
+
+
+def _finished(work: dist.Work | None) -> None:
+    """Waits for a point-to-point move of this rank."""
+    assert work is not None, "this rank is not in the group that it sends or receives in"
+    work.wait()
 
 
 def _wait(tensor: Tensor) -> Tensor:

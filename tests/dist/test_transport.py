@@ -137,3 +137,27 @@ def test_part_of_the_world_and_axes_of_one_rank(run_ranks: RunRanks):
 
 def test_layouts_of_the_test_are_what_they_seem():
     assert [one for one in LINE if isinstance(one, Split) and not fits_mesh((12, 5), (one,), (2,))] == []
+
+
+def check_send() -> list[int]:
+    where = placement("cpu", [[0, 1], [2, 3]])
+    rank = dist.get_rank()
+    transport, group = DistTransport(where, rank), Group(0, where.group(0, rank))
+    here, there = group.ranks
+    for dtype in DTYPES:
+        sent = torch.arange(6).view(2, 3).to(dtype)
+        mine = sent.t() if rank == here else torch.empty(0, dtype=dtype)  # not contiguous
+        got = transport.send({rank: mine}, here, there, (3, 2), group)
+        if rank == here:
+            assert got == {}
+        else:
+            assert got[rank].dtype == dtype and torch.equal(got[rank], sent.t())
+    nothing = transport.send({rank: torch.empty(0, 4)}, there, here, (0, 4), group)
+    assert [tuple(one.shape) for one in nothing.values()] == ([(0, 4)] if rank == here else [])
+    return [transport.stats().calls("send"), transport.stats().num_bytes("send")]
+
+
+def test_send(run_ranks: RunRanks) -> None:
+    num_bytes = 6 * sum(dtype.itemsize for dtype in DTYPES)
+    sender, receiver = [len(DTYPES), num_bytes], [1, 0]
+    assert run_ranks(4, check_send) == [sender, sender, receiver, receiver]

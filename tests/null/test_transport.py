@@ -64,6 +64,18 @@ def test_broadcast_gives_everyone_the_source():
     assert [tensor.item() for tensor in got.values()] == [2, 2, 2]
 
 
+def test_send_gives_the_target_alone():
+    transport = SimTransport(WHERE)
+    given = torch.tensor([1.0, 2.0])
+    got = transport.send({4: given, 0: torch.empty(0)}, 4, 0, (2,), GROUP)
+    assert set(got) == {0} and got[0].tolist() == [1, 2] and got[0].data_ptr() != given.data_ptr()
+    assert transport.stats(4).num_bytes("send", "inner") == 8 and transport.stats(0).calls() == 0
+    with pytest.raises(
+        AssertionError, match=r"rank 0 expects \[2\] torch.bfloat16 and is sent \[2\] torch.fl"
+    ):
+        transport.send({4: given, 0: torch.empty(0, dtype=torch.bfloat16)}, 4, 0, (2,), GROUP)
+
+
 def test_results_share_no_memory_with_inputs_or_each_other():
     tensors = held([1.0], [2.0], [4.0])
     transport = SimTransport(WHERE)
