@@ -1,5 +1,9 @@
 """Where batches come from: each rank loads its part of the same global batches."""
 
-from .stream import Stream, stream
+from .lines import text
+from .shards import webdataset
+from .stream import Stream, StreamStats, stream
+from .tables import arrow, parquet
+from .token_windows import tokens
 
-__all__ = ["Stream", "stream"]
+__all__ = ["Stream", "StreamStats", "arrow", "parquet", "stream", "text", "tokens", "webdataset"]
