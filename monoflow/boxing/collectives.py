@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from ..mesh import Placement
-from ..sbp.layout import Partial, Sbp, Split, join, local_dim, take
+from ..sbp.layout import At, B, Partial, Sbp, Split, is_held, join, local_dim, take
 from .route import LOCAL_KINDS, Kind, Move, Route, collective_kind
 
 Tensor = torch.Tensor
@@ -145,10 +145,11 @@ def run_collective(move: AxisMove, tensors: Tensors, group: Group, transport: Tr
     """Execute a move for the hosted members of one group.
 
     Args:
-        tensors: rank -> what it holds under `move.source`.
+        tensors: rank -> what it holds under `move.source`: an empty tensor of the dtype where that is
+            nothing. In a send only the two ranks matter that take part.
 
     Returns:
-        rank -> what it holds under `move.target`.
+        rank -> what it holds under `move.target`; ranks that hold nothing then are left out.
     """
     index = {rank: group.ranks.index(rank) for rank in tensors}
     for rank, tensor in tensors.items():
@@ -157,7 +158,10 @@ def run_collective(move: AxisMove, tensors: Tensors, group: Group, transport: Tr
             f"{move}: rank {rank} holds {list(tensor.shape)}, not {expected}"
         )
     if move.is_local:
-        return {rank: run_local(move, index[rank], tensor) for rank, tensor in tensors.items()}
+        found = {rank: run_local(move, index[rank], tensor) for rank, tensor in tensors.items()}
+        return {rank: tensor for rank, tensor in found.items() if is_held((move.target,), (index[rank],))}
+    if isinstance(move.source, At):
+        return _from_stage(move, move.source, tensors, group, transport)
     if move.kind == "all_to_all":
         pieces = {rank: split_pieces(move, index[rank], tensor) for rank, tensor in tensors.items()}
         shapes = {rank: piece_shapes(move, index[rank]) for rank in tensors}
@@ -173,10 +177,26 @@ def run_collective(move: AxisMove, tensors: Tensors, group: Group, transport: Tr
     return {rank: finish(move, index[rank], received[rank]) for rank in tensors}
 
 
+def _from_stage(
+    move: AxisMove, source: At, tensors: Tensors, group: Group, transport: Transport
+) -> dict[int, Tensor]:
+    """A broadcast from one stage to all, or a send to another one."""
+    owner = group.ranks[source.stage]
+    if isinstance(move.target, At):
+        other = group.ranks[move.target.stage]
+        pair = {rank: tensor for rank, tensor in tensors.items() if rank in (owner, other)}
+        return transport.send(pair, owner, other, move.shape, group) if pair else {}
+    given = {
+        rank: tensor.contiguous() if rank == owner else tensor.new_empty(move.shape)
+        for rank, tensor in tensors.items()
+    }
+    return transport.broadcast(given, owner, group)
+
+
 def run_local(move: AxisMove, index: int, tensor: Tensor) -> Tensor:
     """A move that needs nobody else."""
     source, target, size = move.source, move.target, move.axis_size
-    if size == 1:
+    if size == 1 or move.kind == "drop":
         return tensor
     if math.prod(move.shape) == 0:
         return tensor.new_empty(move.held(target, index))
@@ -252,14 +272,26 @@ def join_pieces(move: AxisMove, index: int, pieces: Sequence[Tensor]) -> Tensor:
     return torch.empty_like(joined).index_copy_(target.dim, order.to(joined.device), joined)
 
 
-def apply_move(move: Move, tensors: Tensors, placement: Placement, transport: Transport) -> dict[int, Tensor]:
-    """Execute a move of a route for all hosted ranks of a placement."""
+def apply_move(
+    move: Move, tensors: Tensors, placement: Placement, transport: Transport, time: int = 0
+) -> dict[int, Tensor]:
+    """Execute a move of a route for all hosted ranks of a placement; see `run_collective`.
+
+    Args:
+        time: the micro-batch, where the mesh of the move has an axis more than the placement.
+    """
+    at = (time,) * (len(move.mesh) - placement.num_axes)
     results: dict[int, Tensor] = {}
+    seen: set[int] = set()
     for rank in tensors:
-        if rank in results:
+        if rank in seen:
             continue
         group = Group(move.axis, placement.group(move.axis, rank))
-        axis_move = AxisMove.of(move, placement.coordinate(rank))
+        seen.update(group.ranks)
+        whole = (*move.source[: move.axis], B, *move.source[move.axis + 1 :])
+        if not is_held(whole, (*placement.coordinate(rank), *at)):  # a group of another stage
+            continue
+        axis_move = AxisMove.of(move, (*placement.coordinate(rank), *at))
         hosted = {member: tensors[member] for member in group.ranks if member in tensors}
         results |= run_collective(axis_move, hosted, group, transport)
     return results
@@ -268,15 +300,21 @@ def apply_move(move: Move, tensors: Tensors, placement: Placement, transport: Tr
 def apply_route(
     route: Route, tensors: Tensors, placement: Placement, transport: Transport
 ) -> dict[int, Tensor]:
-    """Execute a route for all hosted ranks of a placement: rank -> local tensor, before and after."""
+    """Execute a route for all hosted ranks of a placement: rank -> local tensor, before and after.
+
+    A rank that holds nothing, at another stage than the tensor, gives and gets an empty one of the dtype.
+    """
     held = dict(tensors)
+    nothing = {rank: tensor.new_empty(0) for rank, tensor in tensors.items()}
     for step in route.steps:
-        held = apply_move(step, held, placement, transport)
+        held = nothing | apply_move(step, held, placement, transport)
     return held
 
 
 def _cut(shape: Sequence[int], sbp: Sbp, axis_size: int, index: int) -> tuple[int, ...]:
     """`shape` as member `index` of an axis holds it."""
+    if not is_held((sbp,), (index,)):
+        return (0,)
     if not isinstance(sbp, Split):
         return tuple(shape)
     extent = local_dim(shape[sbp.dim], sbp, axis_size, index)

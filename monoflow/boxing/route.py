@@ -7,6 +7,7 @@ Bytes are what one rank sends along the axis under the bandwidth-optimal (ring) 
     all-gather, reduce-scatter    (n - 1) / n * full
     all-reduce                    twice that
     all-to-all                    (n - 1) / n * full / n
+    broadcast, send               full
 
 Of uneven shards the largest counts, rounded up to whole bytes. Local moves send nothing.
 """
@@ -24,12 +25,14 @@ import torch
 
 from ..errors import LayoutError
 from ..sbp.layout import (
+    At,
     B,
     Broadcast,
     NdSbp,
     Partial,
     Sbp,
     Split,
+    first_holder,
     fits,
     local_dim,
     local_shape,
@@ -38,10 +41,13 @@ from ..sbp.layout import (
 from ..sbp.signature import TensorMeta
 from .curve import Curve
 
-#: What a move does. "slice" (B -> S), "keep" (B -> P) and "pad" (S -> P) are local.
-Kind = Literal["all_gather", "all_reduce", "reduce_scatter", "all_to_all", "slice", "keep", "pad"]
+#: What a move does. "slice" (B -> S), "keep" (B -> P), "pad" (S -> P) and "drop" (B -> At) are local.
+Kind = Literal[
+    "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast", "send",
+    "slice", "keep", "pad", "drop",
+]  # fmt: skip
 
-LOCAL_KINDS = ("slice", "keep", "pad")
+LOCAL_KINDS = ("slice", "keep", "pad", "drop")
 
 
 class LinkCost(NamedTuple):
@@ -67,9 +73,16 @@ class LinkCost(NamedTuple):
 
 
 def collective_kind(source: Sbp, target: Sbp) -> Kind | None:
-    """What takes an axis from one SBP to another in one move; None if equal, or between partials."""
+    """What takes an axis from one SBP to another in one move; None if equal, or if it takes several.
+
+    Between partials, and between one stage and parts on all ranks, the way leads through B.
+    """
     if source == target:
         return None
+    if isinstance(source, At):
+        return "send" if isinstance(target, At) else "broadcast" if isinstance(target, Broadcast) else None
+    if isinstance(target, At):
+        return "drop" if isinstance(source, Broadcast) else None
     if isinstance(source, Split):
         if isinstance(target, Split):
             return "all_to_all"
@@ -91,6 +104,8 @@ def move_bytes(kind: Kind, full_bytes: int, axis_size: int) -> int:
     if kind in LOCAL_KINDS or axis_size == 1:
         return 0
     others = axis_size - 1
+    if kind in ("send", "broadcast"):
+        return full_bytes
     if kind == "all_reduce":
         return -(-2 * others * full_bytes // axis_size)
     if kind == "all_to_all":
@@ -111,6 +126,8 @@ def fits_mesh(shape: Sequence[int], sbp: NdSbp, mesh: Sequence[int]) -> bool:
     """Whether every rank's splits fit what the outer axes leave it of each dim."""
     sizes = [{extent} for extent in shape]
     for one, axis_size in zip(sbp, mesh, strict=True):
+        if isinstance(one, At) and not 0 <= one.stage < axis_size:
+            return False
         if not isinstance(one, Split):
             continue
         if not 0 <= one.dim < len(shape) or not all(fits(n, one, axis_size) for n in sizes[one.dim]):
@@ -136,13 +153,16 @@ class Move:
         return kind
 
     def group_shape(self, coordinate: Sequence[int]) -> tuple[int, ...]:
-        """The shape that the axis divides, for the group of the rank at `coordinate`."""
+        """The shape that the axis divides, for the group of the rank at `coordinate`.
+
+        (0,) where that group has no part in the tensor.
+        """
         whole = (*self.source[: self.axis], B, *self.source[self.axis + 1 :])
         return local_shape(self.shape, whole, self.mesh, coordinate)
 
     def num_bytes(self, dtype: torch.dtype) -> int:
         """The bytes that a rank with the largest shards sends."""
-        full = TensorMeta(self.group_shape((0,) * len(self.mesh)), dtype).num_bytes
+        full = TensorMeta(self.group_shape(first_holder(self.source)), dtype).num_bytes
         return move_bytes(self.kind, full, self.mesh[self.axis])
 
     def __str__(self) -> str:

@@ -77,15 +77,14 @@ def _bytes_sent(kind: str, tensor: Tensor, group: Group) -> int:
     """What a rank that passes `tensor` to a collective sends."""
     others, size = group.size - 1, group.size
     num_bytes = tensor.numel() * tensor.dtype.itemsize
-    if kind == "send":
+    if kind in ("send", "broadcast"):  # a broadcast passes it on, from one to the next
         return num_bytes
     if kind == "all_gather":
         return others * num_bytes
     if kind == "all_reduce":
         return -(-2 * others * num_bytes // size)
-    if kind == "reduce_scatter":
-        return others * num_bytes // size
-    return -(-others * num_bytes // size)  # a broadcast, as each rank's share of passing it on
+    assert kind == "reduce_scatter", kind
+    return others * num_bytes // size
 
 
 class SimTransport:

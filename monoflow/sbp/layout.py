@@ -3,7 +3,7 @@
 `S(dim, blocks, unit)` sees the dim as (blocks, m, unit) and chunks the m units of every block over the
 ranks, as torch.chunk does. `S(0)` is torch's Shard(0). `blocks` arises where an inner dim is merged into
 an outer one (and in fused projections), `unit` where an outer dim is merged with an inner one and its
-chunks are uneven.
+chunks are uneven. `At(stage)` puts the whole tensor on one coordinate of the axis; the others hold nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,17 @@ class Partial:
         return f"P({self.op})"
 
 
-Sbp = Split | Broadcast | Partial
+@dataclass(frozen=True, order=True)
+class At:
+    """One coordinate of the axis, a stage of a pipeline, holds the whole tensor; the others hold nothing."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"@{self.stage}"
+
+
+Sbp = Split | Broadcast | Partial | At
 NdSbp = tuple[Sbp, ...]
 
 B = Broadcast()
@@ -107,12 +117,24 @@ def local_dim(size: int, split: Split, axis_size: int, index: int) -> int:
     return split.blocks * (stop - start) * split.unit
 
 
+def is_held(sbp: Sequence[Sbp], coordinate: Sequence[int]) -> bool:
+    """Whether the rank at `coordinate` has a part in a tensor: not if it lies at other stages."""
+    return all(not isinstance(one, At) or one.stage == at for one, at in zip(sbp, coordinate, strict=True))
+
+
+def first_holder(sbp: Sequence[Sbp]) -> tuple[int, ...]:
+    """The first coordinate that has a part in a tensor, one of those with the largest."""
+    return tuple(one.stage if isinstance(one, At) else 0 for one in sbp)
+
+
 def local_shape(
     shape: Sequence[int], sbp: Sequence[Sbp], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The shape that the rank at `coordinate` holds of a tensor of global `shape`."""
+    """The shape that the rank at `coordinate` holds of a tensor of global `shape`; (0,) for nothing."""
     local = list(shape)
     for one, axis_size, index in zip(sbp, mesh, coordinate, strict=True):
+        if isinstance(one, At) and index != one.stage:
+            return (0,)
         if isinstance(one, Split):
             local[one.dim] = local_dim(local[one.dim], one, axis_size, index)
     return tuple(local)
@@ -143,8 +165,10 @@ def shard(
     """What the rank at `coordinate` holds of the global `tensor`.
 
     Under P(sum) the first rank of the axis holds the value and the others zeros; under P(max) and
-    P(min) every rank holds the value.
+    P(min) every rank holds the value. A rank at another stage than the tensor holds an empty one.
     """
+    if not is_held(sbp, coordinate):
+        return tensor.new_empty(0)
     for one, axis_size, index in zip(sbp, mesh, coordinate, strict=True):
         if isinstance(one, Split):
             tensor = take(tensor, one, axis_size, index)
@@ -165,7 +189,10 @@ def reduce(values: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 def unshard(
     locals_: Mapping[tuple[int, ...], torch.Tensor], sbp: Sequence[Sbp], mesh: Sequence[int]
 ) -> torch.Tensor:
-    """The global tensor from what every coordinate holds. Replicas are taken from index 0."""
+    """The global tensor from what every coordinate holds. Replicas are taken from index 0.
+
+    Coordinates that hold nothing may be left out.
+    """
 
     def build(prefix: tuple[int, ...]) -> torch.Tensor:
         axis = len(prefix)
@@ -174,6 +201,8 @@ def unshard(
         one = sbp[axis]
         if isinstance(one, Broadcast):
             return build((*prefix, 0))
+        if isinstance(one, At):
+            return build((*prefix, one.stage))
         parts = [build((*prefix, index)) for index in range(mesh[axis])]
         return join(parts, one) if isinstance(one, Split) else reduce(parts, one.op)
 
@@ -184,7 +213,7 @@ def dim_runs(
     size: int, dim: int, sbp: Sequence[Sbp], mesh: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[tuple[int, int], ...]:
     """The global index ranges, in local order, that a rank holds of one dim of `size` elements."""
-    index = torch.arange(size)
+    index = torch.arange(size if is_held(sbp, coordinate) else 0)
     for one, axis_size, position in zip(sbp, mesh, coordinate, strict=True):
         if isinstance(one, Split) and one.dim == dim:
             index = take(index, replace(one, dim=0), axis_size, position)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .layout import Broadcast, NdSbp, Partial, Sbp, Split, canonical, fits, take
+from .layout import At, Broadcast, NdSbp, Partial, Sbp, Split, canonical, fits, is_held, take
 
 
 def every_split(shape: Sequence[int], axis_size: int) -> list[Split]:
@@ -40,7 +40,7 @@ def distribute(
     found = {}
     for index, part in enumerate(_parts(tensor, sbp[0], mesh[0], generator)):
         for rest, value in distribute(part, sbp[1:], mesh[1:], generator, strided).items():
-            found[(index, *rest)] = value
+            found[(index, *rest)] = value if is_held(sbp[:1], (index,)) else value.new_empty(0)
     return found
 
 
@@ -48,7 +48,7 @@ def _parts(tensor: torch.Tensor, one: Sbp, axis_size: int, generator: torch.Gene
     """What each rank of an axis holds of a tensor."""
     if isinstance(one, Split):
         return [take(tensor, one, axis_size, index) for index in range(axis_size)]
-    if isinstance(one, Broadcast):
+    if isinstance(one, (Broadcast, At)):
         return [tensor] * axis_size
     if one.op == "sum":
         return _addends(tensor, axis_size, generator)

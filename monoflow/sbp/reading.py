@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 
 from ..errors import LayoutError
-from .layout import B, NdSbp, Partial, Sbp, Split
+from .layout import At, B, NdSbp, Partial, Sbp, Split
 
-_FORM = re.compile(r"B|P(?:\(\s*(?P<op>sum|max|min)\s*\))?|S\(\s*(?P<numbers>\d+(?:\s*,\s*\d+){0,2})\s*\)")
+_FORM = re.compile(
+    r"B|@(?P<stage>\d+)|P(?:\(\s*(?P<op>sum|max|min)\s*\))?|S\(\s*(?P<numbers>\d+(?:\s*,\s*\d+){0,2})\s*\)"
+)
 
 
 def parse(text: str) -> NdSbp:
-    """The nd-SBP that a text names: `S(0)`, `S(0, 3)`, `B`, `P`, `P(max)`, or `(S(0), B)` for two axes.
+    """The nd-SBP that a text names: `S(0)`, `S(0, 3)`, `B`, `P`, `P(max)`, `@0`, or `(S(0), B)` for two axes.
 
     Raises:
         LayoutError: the text is not in this form.
@@ -29,6 +31,8 @@ def _one(match: re.Match[str]) -> Sbp:
     word = match.group()
     if word == "B":
         return B
+    if word.startswith("@"):
+        return At(int(match.group("stage")))
     if word.startswith("P"):
         return Partial(match.group("op") or "sum")
     return Split(*(int(number) for number in match.group("numbers").split(",")))

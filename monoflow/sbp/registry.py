@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .layout import B, P, Partial, Sbp, Split, canonical, fits
+from .layout import At, B, P, Partial, Sbp, Split, canonical, fits
 from .signature import LocalCall, LocalOp, OpCall, Signature
 
 #: Per tensor input of a call: the splits in which its producer can deliver it. A rule considers these
@@ -44,6 +44,12 @@ class OpRule:
 def replicated(call: OpCall) -> Signature:
     """The signature that every op has: all B."""
     return Signature((B,) * len(call.inputs), (B,) * len(call.outputs))
+
+
+def staged(call: OpCall, stage: int) -> Signature:
+    """The signature that every op has along an axis of stages: it runs at one of them, whole."""
+    outputs = (B if meta is None else At(stage) for meta in call.outputs)
+    return Signature((At(stage),) * len(call.inputs), tuple(outputs))
 
 
 def splits_of(forms: Forms, index: int, dim: int) -> list[Split]:

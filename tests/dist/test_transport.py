@@ -11,7 +11,7 @@ import torch.distributed as dist
 from monoflow.boxing import Group, apply_route, fits_mesh, route
 from monoflow.mesh import Placement, placement
 from monoflow.runtime.transport import DistTransport, SimTransport
-from monoflow.sbp.layout import B, NdSbp, P, Partial, S, Split, local_shape
+from monoflow.sbp.layout import At, B, NdSbp, P, Partial, S, Split, local_shape
 from tests.conftest import RunRanks
 
 DTYPES = [
@@ -25,8 +25,8 @@ DTYPES = [
     torch.bool,
     torch.complex64,
 ]
-LINE = [B, P, Partial("max"), S(0), S(1), S(0, 3), S(0, 1, 4)]
-GRID = [B, P, S(0), S(1)]
+LINE = [B, P, Partial("max"), S(0), S(1), S(0, 3), S(0, 1, 4), At(0), At(1)]
+GRID = [B, P, S(0), S(1), At(1)]
 
 
 def everyone(where: Placement, sbp: NdSbp, shape: tuple[int, ...], dtype: torch.dtype) -> dict:

@@ -23,7 +23,22 @@ from monoflow.boxing import (
 from monoflow.errors import LayoutError
 from monoflow.mesh import Placement, placement
 from monoflow.runtime.transport import SimTransport
-from monoflow.sbp.layout import B, NdSbp, P, Partial, S, Split, reduce, shard, take, text, unshard
+from monoflow.sbp.layout import (
+    At,
+    B,
+    Broadcast,
+    NdSbp,
+    P,
+    Partial,
+    S,
+    Split,
+    is_held,
+    reduce,
+    shard,
+    take,
+    text,
+    unshard,
+)
 from monoflow.sbp.oracle import every_split
 from monoflow.sbp.signature import TensorMeta
 
@@ -46,7 +61,7 @@ def parts(x, one, size, generator):
     """What the ranks of an axis may hold of x; small whole numbers, so that every dtype is exact."""
     if isinstance(one, Split):
         return [take(x, one, size, index) for index in range(size)]
-    if one == B:
+    if isinstance(one, (Broadcast, At)):
         return [x] * size
     keeper = int(torch.randint(size, (), generator=generator))
     if one.op == "sum" and x.dtype != torch.bool:
@@ -68,7 +83,7 @@ def distribute(x, sbp, mesh, generator):
     if not sbp:
         return {(): x.contiguous()}
     return {
-        (index, *rest): value
+        (index, *rest): value if is_held(sbp[:1], (index,)) else value.new_empty(0)
         for index, part in enumerate(parts(x, sbp[0], mesh[0], generator))
         for rest, value in distribute(part, sbp[1:], mesh[1:], generator).items()
     }
@@ -100,10 +115,14 @@ def layouts(shape, mesh, per_axis):
     return [sbp for sbp in itertools.product(per_axis, repeat=len(mesh)) if fits_mesh(shape, sbp, mesh)]
 
 
+def stages(size) -> list[At]:
+    return [At(stage) for stage in sorted({0, size - 1})]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("shape", [(7, 5), (12, 6), (2, 3), (1, 1), (0, 4), (24,)])
 def test_every_pair_on_one_axis(size, shape):
-    choices = [(one,) for one in (B, P, MAX, MIN, *every_split(shape, size))]
+    choices = [(one,) for one in (B, P, MAX, MIN, *every_split(shape, size), *stages(size))]
     for source, target in itertools.product(choices, repeat=2):
         move(values(shape), source, target, (size,))
 
@@ -111,7 +130,7 @@ def test_every_pair_on_one_axis(size, shape):
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 3), (3, 1)])
 @pytest.mark.parametrize("shape, splits", [((7, 5), (S(0), S(1))), ((12, 2), (S(0), S(0, 3), S(0, 1, 2)))])
 def test_every_pair_on_two_axes(mesh, shape, splits):
-    choices = layouts(shape, mesh, (B, P, MAX, *splits))
+    choices = layouts(shape, mesh, (B, P, MAX, *splits, At(0), At(1)))
     for source, target in itertools.product(choices, repeat=2):
         move(values(shape), source, target, mesh)
 
@@ -126,7 +145,7 @@ def test_any_pair_on_up_to_three_axes(data):
     def layout() -> NdSbp:
         sbp: tuple = ()
         for axis in range(len(mesh)):
-            choices = [B, P, MAX, MIN, *every_split(shape, mesh[axis])]
+            choices = [B, P, MAX, MIN, *every_split(shape, mesh[axis]), *stages(mesh[axis])]
             choices = [one for one in choices if fits_mesh(shape, (*sbp, one), mesh[: axis + 1])]
             sbp = (*sbp, data.draw(st.sampled_from(choices)))
         return sbp
@@ -137,7 +156,7 @@ def test_any_pair_on_up_to_three_axes(data):
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.complex64, torch.float64])
 def test_dtypes(dtype):
     x = values((7, 5)).abs().to(dtype)
-    for source, target in itertools.product((B, P, S(0), S(1)), repeat=2):
+    for source, target in itertools.product((B, P, S(0), S(1), At(2)), repeat=2):
         move(x, (source,), (target,), (3,))
 
 
@@ -160,6 +179,16 @@ KNOWN = [
     ((4,), (P,), (MAX,), [(0, "all_reduce"), (0, "keep")], (192,)),
     ((4,), (S(0),), (S(0),), [], (0,)),
     ((1,), (P,), (B,), [(0, "all_reduce")], (0,)),
+    # One stage holds it: another one is sent it, all are, or they drop it.
+    ((4,), (At(0),), (At(3),), [(0, "send")], (128,)),
+    ((4,), (At(2),), (B,), [(0, "broadcast")], (128,)),
+    ((4,), (B,), (At(1),), [(0, "drop")], (0,)),
+    ((4,), (P,), (At(1),), [(0, "all_reduce"), (0, "drop")], (192,)),
+    ((4,), (S(0),), (At(1),), [(0, "all_gather"), (0, "drop")], (96,)),
+    ((2,), (At(1),), (S(0),), [(0, "broadcast"), (0, "slice")], (128,)),
+    # A shard crosses the stages; it is reduced and gathered within one of them.
+    ((2, 2), (At(0), S(0)), (At(1), B), [(0, "send"), (1, "all_gather")], (64, 64)),
+    ((2, 2), (P, At(1)), (S(0), At(0)), [(0, "reduce_scatter"), (1, "send")], (64, 64)),
     # The other axis cuts what this one moves.
     ((2, 2), (S(0), S(1)), (S(0), B), [(1, "all_gather")], (0, 32)),
     ((2, 2), (P, S(0)), (B, S(0)), [(0, "all_reduce")], (64, 0)),
@@ -208,6 +237,16 @@ def test_predicted_bytes_are_the_bytes_sent(mesh):
             else:
                 assert sent == way.bytes, way.text()
             assert stats.calls() == sum(step.kind not in ("slice", "keep", "pad") for step in way.steps)
+
+
+@pytest.mark.parametrize("source, target", [(At(1), B), (At(0), At(1)), (At(0), S(1)), (S(0), At(1))])
+def test_stages_send_what_is_predicted(source, target):
+    """Only the rank that sends counts what it sends; in a broadcast every one passes it on."""
+    for outer in (B, S(0)):
+        way, transport = move(values((16, 32)), (outer, source), (outer, target), (2, 2))
+        sent = [transport.stats(rank).num_bytes(axis="axis1") for rank in transport.placement.ranks]
+        senders = 2 if kinds(way) == [(1, "send")] else 4
+        assert sorted(sent) == [0] * (4 - senders) + [way.bytes[1]] * senders
 
 
 LINKS = [
