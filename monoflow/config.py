@@ -22,6 +22,10 @@ class Settings:
         verify: whether each stage's verifier runs (MONOFLOW_VERIFY, on unless 0).
         cache: folder of what was measured and may be deleted (MONOFLOW_CACHE; else in the user's cache
             folder).
+        run_dir: folder in which ranks tell of themselves (MONOFLOW_RUN_DIR, set by `monoflow run`); "" for
+            nowhere.
+        trace_events: how many of its last events a rank keeps for a trace (MONOFLOW_TRACE_EVENTS, set by
+            `monoflow run --trace`); 0 for no trace.
         rank, world_size: this process among all (RANK, WORLD_SIZE, as torchrun sets them).
         local_rank, local_world_size: this process among those of its host.
     """
@@ -30,6 +34,8 @@ class Settings:
     log_all_ranks: bool = False
     verify: bool = True
     cache: str = "~/.cache/monoflow"
+    run_dir: str = ""
+    trace_events: int = 0
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -44,6 +50,8 @@ class Settings:
             log_all_ranks=_choice(env, "MONOFLOW_LOG_RANKS", {"0": False, "all": True}, "0"),
             verify=_choice(env, "MONOFLOW_VERIFY", {"0": False, "1": True}, "1"),
             cache=env.get("MONOFLOW_CACHE") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/monoflow",
+            run_dir=env.get("MONOFLOW_RUN_DIR", ""),
+            trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0),
             rank=_integer(env, "RANK", 0),
             world_size=world_size,
             local_rank=_integer(env, "LOCAL_RANK", 0),
