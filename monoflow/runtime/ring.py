@@ -59,7 +59,8 @@ class Ring:
         with path.with_suffix(EVENTS).open("w+b") as file:
             file.truncate(size)
             self._memory = mmap.mmap(file.fileno(), size)
-        self._names = path.with_suffix(NAMES).open("w")
+        self._names = path.with_suffix(NAMES)
+        self._names.write_text("")
         self._numbers: dict[Who, int] = {}
         self._lock = threading.Lock()
         self._count = itertools.count()
@@ -74,15 +75,15 @@ class Ring:
         place = (count % self.capacity) * _RECORD.size
         _RECORD.pack_into(self._memory, place, count + 1, number, time, step, start, end, num_bytes)
 
+    def tell(self, about: Mapping[str, Any]) -> None:
+        """Records more of what is to be known of the process."""
+        with self._lock:
+            self._line({"about": dict(about)})
+
     def add_wiring(self, wiring: Wiring) -> None:
         """Records what a program's events will mean."""
         with self._lock:
             self._line({"wiring": wiring.as_data()})
-
-    def close(self) -> None:
-        """Puts out what was recorded; nothing may be added any more."""
-        self._memory.close()
-        self._names.close()
 
     def _number(self, who: Who) -> int:
         with self._lock:
@@ -92,8 +93,8 @@ class Ring:
             return self._numbers[who]
 
     def _line(self, data: Mapping[str, Any]) -> None:
-        self._names.write(json.dumps(data) + "\n")
-        self._names.flush()
+        with self._names.open("a") as file:  # seldom: there are as many lines as actors
+            file.write(json.dumps(data) + "\n")
 
 
 def read_part(path: Path) -> Part:
@@ -102,14 +103,14 @@ def read_part(path: Path) -> Part:
     Args:
         path: of the files, without their suffixes.
     """
-    about: Mapping[str, Any] = {}
+    about: dict[str, Any] = {}
     names: list[Who] = []
     wirings: list[Wiring] = []
     for line in path.with_suffix(NAMES).read_text().splitlines(keepends=True):
         if not line.endswith("\n"):
             break  # the process was killed while it wrote
         data = json.loads(line)
-        about = data.get("about", about)
+        about |= data.get("about", {})
         if "who" in data:
             program, rank, lane, kind, name = data["who"]
             names.append((program, rank, lane, kind, name))

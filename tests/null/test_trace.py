@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -286,32 +285,34 @@ def test_what_compute_waited_for() -> None:
 
 def test_a_ring_keeps_the_last_events(tmp_path: Path) -> None:
     whole = [event(10 * i, 10 * i + 5, f"op{i % 2}", step=i, time=i) for i in range(1, 8)]
-    with closing(Ring(tmp_path / "part", 4, {"host": "here"})) as ring:
-        ring.add_wiring(accumulating())
-        for one in whole[:3]:
-            ring.add(one[:5], *one[5:])
-        part = read_part(tmp_path / "part")
-        assert (part.about, part.wirings) == ({"host": "here"}, (accumulating(),))
-        assert (part.events, part.num_dropped) == (tuple(whole[:3]), 0)
-        size = (tmp_path / f"part{EVENTS}").stat().st_size
-        for one in whole[3:]:
-            ring.add(one[:5], *one[5:])
+    ring = Ring(tmp_path / "part", 4, {"host": "here"})
+    ring.add_wiring(accumulating())
+    ring.tell({"clock_offset": 5})
+    for one in whole[:3]:
+        ring.add(one[:5], *one[5:])
+    part = read_part(tmp_path / "part")
+    assert (part.about, part.wirings) == ({"host": "here", "clock_offset": 5}, (accumulating(),))
+    assert (part.events, part.num_dropped) == (tuple(whole[:3]), 0)
+    size = (tmp_path / f"part{EVENTS}").stat().st_size
+    for one in whole[3:]:
+        ring.add(one[:5], *one[5:])
     part = read_part(tmp_path / "part")
     assert (part.events, part.num_dropped) == (tuple(whole[3:]), 3)
     assert (tmp_path / f"part{EVENTS}").stat().st_size == size
 
 
 def test_threads_share_a_ring(tmp_path: Path) -> None:
-    def record(ring: Ring, rank: int) -> None:
+    ring = Ring(tmp_path / "part", 4000, {})
+
+    def record(rank: int) -> None:
         for i in range(1000):
             ring.add(("train", rank, "compute", "compute", f"op{i % 50}"), i, 0, i + 1, i + 2, rank)
 
-    with closing(Ring(tmp_path / "part", 4000, {})) as ring:
-        threads = [threading.Thread(target=record, args=(ring, rank)) for rank in range(4)]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
+    threads = [threading.Thread(target=record, args=(rank,)) for rank in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
     part = read_part(tmp_path / "part")
     expected = {(rank, f"op{i % 50}", i, i + 1, rank) for rank in range(4) for i in range(1000)}
     assert {(e.rank, e.name, e.step, e.start, e.num_bytes) for e in part.events} == expected
@@ -319,8 +320,8 @@ def test_threads_share_a_ring(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_read(tmp_path: Path) -> None:
-    with closing(Ring(tmp_path / "part", 4, {})) as ring:
-        ring.add(("train", 0, "compute", "compute", "mm"), 0, 0, 5, 9, 1)
+    ring = Ring(tmp_path / "part", 4, {})
+    ring.add(("train", 0, "compute", "compute", "mm"), 0, 0, 5, 9, 1)
     names = tmp_path / f"part{NAMES}"
     names.write_text(names.read_text() + json.dumps({"who": ["half"]})[:7])
     assert [one.name for one in read_part(tmp_path / "part").events] == ["mm"]

@@ -1,0 +1,206 @@
+"""`monoflow trace`: what a timeline says, in figures and one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from ..plan.tabulate import duration, size
+from ..runtime.messages import Wait, held, messages, most_live, waits
+from ..runtime.trace import (
+    Breakdown,
+    Exposed,
+    bottleneck,
+    breakdown,
+    bubble,
+    exposed_communication,
+    step_times,
+    time_by_kind,
+)
+from .timeline import Timeline, read
+
+_MOST_WAITS = 5
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a timeline says; times are nanoseconds.
+
+    Attributes:
+        num_steps: that were recorded, of all programs.
+        step: the median step's time.
+        spent: rank -> where its time went.
+        by_kind: rank -> kind -> time of its actors.
+        bubble: the share of the ranks' time without compute, between first and last compute of a step.
+        waits: what compute waited for, longest first.
+        live: class of registers -> the most messages in one of them at a time, and its slots.
+        peak_bytes: rank -> the most bytes that its registers held, the step's inputs left out.
+    """
+
+    num_steps: int
+    step: int
+    spent: dict[int, Breakdown]
+    by_kind: dict[int, dict[str, int]]
+    bubble: float
+    exposed: Exposed
+    waits: list[Wait]
+    live: dict[str, tuple[int, int]]
+    peak_bytes: dict[int, int]
+    bottleneck: str
+
+    def as_data(self) -> dict[str, Any]:
+        """As JSON has it, times in seconds."""
+        return {
+            "num_steps": self.num_steps,
+            "step_seconds": self.step / 1e9,
+            "ranks": {
+                str(rank): {
+                    "seconds": {key: value / 1e9 for key, value in asdict(spent).items()},
+                    "seconds_by_kind": {kind: ns / 1e9 for kind, ns in self.by_kind[rank].items()},
+                    "peak_register_bytes": self.peak_bytes.get(rank, 0),
+                }
+                for rank, spent in self.spent.items()
+            },
+            "bubble": self.bubble,
+            "communication_seconds": self.exposed.total / 1e9,
+            "exposed_communication_seconds": self.exposed.exposed / 1e9,
+            "exposed_communication": self.exposed.share,
+            "data_wait_seconds": sum(one.data for one in self.spent.values()) / 1e9,
+            "starved": [
+                {"rank": w.rank, "actor": w.actor, "register": w.register, "from": w.writer,
+                 "seconds": w.num_ns / 1e9}
+                for w in self.waits
+            ],
+            "most_live": {key: {"messages": most, "slots": of} for key, (most, of) in self.live.items()},
+            "bottleneck": self.bottleneck,
+        }  # fmt: skip
+
+
+def summarize(timeline: Timeline) -> Summary:
+    """The figures of a timeline."""
+    events, sent = timeline.events, messages(timeline.events, timeline.wirings)
+    lengths = sorted(span.end - span.start for span in step_times(events).values())
+    spent = breakdown(events)
+    wirings = {(one.program, one.rank): one for one in timeline.wirings}
+    live: dict[str, tuple[int, int]] = {}
+    for (program, rank, register), count in most_live(sent).items():
+        wiring = wirings[program, rank]
+        key, slots = wiring.register_class(register), wiring.registers[register].slots
+        live[key] = max(live.get(key, (0, 0)), (count, slots), key=lambda one: (one[0] > one[1], one))
+    return Summary(
+        len(lengths),
+        lengths[len(lengths) // 2] if lengths else 0,
+        spent,
+        time_by_kind(events),
+        bubble(events),
+        exposed_communication(events),
+        waits(events, sent),
+        live,
+        {rank: max(level for _, level in levels) for (rank, _), levels in held(sent).items()},
+        bottleneck(spent),
+    )
+
+
+def trace(path: Path, as_json: bool, console: Console) -> int:
+    """Prints the summary of a trace. Raises FlowError if it is none."""
+    timeline = read(path)
+    summary = summarize(timeline)
+    if as_json:
+        console.out(json.dumps(summary.as_data(), indent=1), highlight=False)
+    else:
+        console.print(_report(timeline, summary))
+    return 0
+
+
+# --- for people ----------------------------------------------------------------------------------------
+
+_COLUMNS = ("compute", "communication", "data", "host", "idle", "outside")
+
+
+def _report(timeline: Timeline, summary: Summary) -> RenderableType:
+    ranks, events = len(summary.spent), len(timeline.events)
+    parts: list[RenderableType] = [
+        f"{ranks} ranks, {summary.num_steps} steps of {_time(summary.step)} (median), {events:,} firings"
+    ]
+    if dropped := sum(timeline.num_dropped.values()):
+        parts.append(f"[yellow]{dropped:,} earlier firings were not kept (--trace-events keeps more)")
+    if timeline.clock_error is None:
+        parts.append("[yellow]clocks of the hosts were not compared: times across hosts mean little")
+    elif timeline.clock_error:
+        parts.append(f"clocks of the hosts agree to {_time(timeline.clock_error)}")
+    if summary.spent:
+        parts += ["", _spent(summary), "", _by_kind(summary), "", *_shares(summary)]
+        if summary.waits:
+            parts += ["", _waits(summary.waits[:_MOST_WAITS], len(summary.waits))]
+        parts += ["", _registers(summary)]
+    return Group(*parts, "", f"[bold]{summary.bottleneck}")
+
+
+def _spent(summary: Summary) -> Table:
+    table = _table(
+        "time of a rank", *("exposed communication" if c == "communication" else c for c in _COLUMNS)
+    )
+    for rank, spent in summary.spent.items():
+        shares = (f"{getattr(spent, name) / (spent.total or 1):.1%}" for name in _COLUMNS)
+        table.add_row(f"rank {rank}", *shares)
+    return table
+
+
+def _by_kind(summary: Summary) -> Table:
+    kinds = list(dict.fromkeys(kind for own in summary.by_kind.values() for kind in own))
+    table = _table("time of its actors, a step", *kinds)
+    for rank, own in summary.by_kind.items():
+        table.add_row(
+            f"rank {rank}", *(_time(own[k] // summary.num_steps) if k in own else "" for k in kinds)
+        )
+    return table
+
+
+def _shares(summary: Summary) -> list[str]:
+    exposed, total = summary.exposed
+    lines = [f"bubble: {summary.bubble:.1%} of the ranks' time from first to last compute of a step"]
+    if total:
+        share = f"{summary.exposed.share:.1%} of {_time(total)}"
+        lines.append(f"exposed communication: {share}, while the rank computed nothing ({_time(exposed)})")
+    if data := sum(one.data for one in summary.spent.values()):
+        lines.append(f"data wait: {_time(data)}")
+    return lines
+
+
+def _waits(found: Sequence[Wait], num_all: int) -> Table:
+    head = (
+        f"compute waited for (top {len(found)} of {num_all})"
+        if num_all > len(found)
+        else "compute waited for"
+    )
+    table = _table(head, "rank", "then ran", "filled by", "waited", left=(0, 2, 3))
+    for one in found:
+        table.add_row(one.register, f"{one.rank}", one.actor, one.writer, _time(one.num_ns))
+    return table
+
+
+def _registers(summary: Summary) -> Table:
+    table = _table("registers", "most messages in one", "of slots")
+    for key, (most, slots) in sorted(summary.live.items()):
+        table.add_row(key, f"{most}", f"{slots}")
+    peak = max(summary.peak_bytes.values(), default=0)
+    table.caption = f"at most {size(peak)} at a time, the step's inputs left out"
+    table.caption_justify = "left"
+    return table
+
+
+def _table(title: str, *columns: str, left: Sequence[int] = (0,)) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate((title, *columns)):
+        table.add_column(name, justify="left" if number in left else "right")
+    return table
+
+
+def _time(num_ns: float) -> str:
+    return duration(num_ns / 1e9)
