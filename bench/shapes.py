@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder. "gpt2": learned positions, layer norms, GELU; "llama": rotary positions, RMS norms, a gate."""
+    """A decoder. "gpt2": learned positions, layer norms, GELU; "llama": rotary ones, RMS norms, a gate."""
 
     family: str
     vocabulary: int
