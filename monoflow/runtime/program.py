@@ -16,7 +16,6 @@ from ..boxing.route import Move
 from ..config import SETTINGS
 from ..mesh import Placement
 
-
 #: The name of the placeholder of a task's graph that is the number of the micro-batch.
 TIME = "time"
 
@@ -26,6 +25,23 @@ class Rate(StrEnum):
 
     STEP = "step"
     MICRO = "micro-batch"
+
+
+class Kind(StrEnum):
+    """What an actor is for."""
+
+    SOURCE = "source"
+    COPY = "copy"
+    COMPUTE = "compute"
+    BOXING = "boxing"
+    ACCUMULATE = "accumulate"
+    OPTIMIZER = "optimizer"
+    SINK = "sink"
+    WRITER = "writer"
+
+
+#: Actors that wait for the outside, not for a device.
+HOST_KINDS = frozenset({Kind.SOURCE, Kind.SINK, Kind.WRITER})
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,7 @@ class Task:
             sends has no output, one that only receives no input.
         after: tasks of this program that must be done first although no register links them.
         order: the place of a move among all moves of the plan: the same number on every rank that takes part.
+        role: what a computation is for, where it is not what its phase says.
         others: the form of `compute` for micro-batches whose tensors have other shapes than the first one's.
     """
 
@@ -79,6 +96,16 @@ class Task:
     order: int = -1
     rate: Rate = Rate.STEP
     others: Mapping[int, fx.GraphModule] = field(default_factory=dict)
+    role: Kind | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """What it is for."""
+        if self.role is not None:
+            return self.role
+        if self.move is not None:
+            return Kind.BOXING
+        return Kind.OPTIMIZER if self.phase == "update" else Kind.COMPUTE
 
     def module(self, time: int = 0) -> fx.GraphModule:
         """What computes a micro-batch."""

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from monoflow.runtime import actors
+from monoflow.runtime import firing
 from monoflow.runtime.actors import Engine
 
 
@@ -50,7 +50,7 @@ class _Body:
             last = max([node, *node.users], key=list(graph.nodes).index)
             self.dies_at.setdefault(last, []).append(node)
 
-    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+    def forward(self, tensors: list[Tensor], time: int = 0) -> list[Tensor]:
         names = [node for node in self.graph.nodes if node.op == "placeholder"]
         env: dict[fx.Node, Any] = dict(zip(names, tensors, strict=True))
         tensors.clear()
@@ -83,20 +83,20 @@ def watched_step(
     """Runs one step and looks on. The inputs are kept alive, as a step's live objects are."""
     watch = Watch()
     watch.see(inputs[0])
-    real = actors.apply_move
+    real = firing.apply_move
 
-    def watched(move: Any, tensors: Any, placement: Any, transport: Any) -> dict[int, Tensor]:
+    def watched(move: Any, tensors: Any, *others: Any) -> dict[int, Tensor]:
         watch.note()
-        results = real(move, tensors, placement, transport)
+        results = real(move, tensors, *others)
         watch.see(results[0])
         watch.contiguous.append(results[0].is_contiguous())
         return results
 
-    for actor in engine.actors:
-        if actor.task.compute is not None and actor.rank == 0:
+    for actor in engine.network.actors:
+        if actor.task.compute is not None and actor.members[0].rank == 0:
             object.__setattr__(actor.task, "compute", _Body(actor.task.compute.graph, watch))
     with monkeypatch.context() as patch:
-        patch.setattr(actors, "apply_move", watched)
+        patch.setattr(firing, "apply_move", watched)
         results = engine.run(inputs)
     watch.note()
     del results

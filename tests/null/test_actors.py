@@ -112,7 +112,7 @@ def test_a_task_without_inputs_fires_and_an_input_passes_through() -> None:
 class Backwards(actors.Ready):
     """Ready actors, of which the last in program order is handed out."""
 
-    def pop(self) -> tuple[int, int]:
+    def pop(self) -> tuple[int, int, int]:
         return self._heap.pop(self._heap.index(max(self._heap)))
 
 
@@ -275,7 +275,7 @@ def test_collectives_of_all_axes_have_one_order() -> None:
 def test_ranks_with_different_collectives_are_refused() -> None:
     one = program([all_reduce(0, 0, 1)], [0], [1], 0, TWO)
     other = program([compute(0, torch.neg, [0], 1)], [0], [1], 1, TWO)
-    with pytest.raises(AssertionError, match=r"rank 1 runs collectives \(\), another rank \(0,\)"):
+    with pytest.raises(AssertionError, match=r"task sum0 .*, move 0, is not run by ranks \[1\]"):
         engine(one, other)
 
 
@@ -321,6 +321,6 @@ def test_a_program_that_cannot_finish_says_who_waits_for_what() -> None:
         run(engine(stuck), torch.ones(2))
     assert str(caught.value).splitlines() == [
         "the program cannot finish:",
-        "task task0 (forward) of rank 0 misses 1: of registers none, of tasks 1",
-        "task task1 (forward) of rank 0 misses 1: of registers r1, of tasks none",
+        "task task0 (forward) of rank 0 waits until task task1 (forward) of rank 0 is done",
+        "task task1 (forward) of rank 0 waits for register r1 (x1) from task task0 (forward) of rank 0",
     ]

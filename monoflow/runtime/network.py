@@ -1,0 +1,382 @@
+"""The network that programs are: who waits for whom, as tokens on edges between actors.
+
+It is a marked graph (Commoner, Holt, Even, Pnueli, "Marked directed graphs", 1971): an actor fires when
+there is a token on every edge into it, takes one of each, and gives tokens to those who wait for it. An edge
+stands for
+
+    a register      from the actor that fills it to one that reads it; a token is a tensor to read
+    a slot          back from a reader to the actor that fills; a token is the right to fill one more
+    a task before   from a task to one that must come after it (`Task.after`)
+    a turn          among the moves of a channel, which go in one order on all ranks
+
+What can fire does not depend on when anything else fires, so that a network which finishes in one order of
+firing finishes in every one, with the same numbers. The engine moves tensors over it; `liveness` goes through
+it without any.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from ..mesh import Placement
+from .channels import COMPUTE, HOST, Channel, channel_of, turns
+from .program import HOST_KINDS, Program, Rate, Task
+
+
+class Waits(StrEnum):
+    """What an actor waits for."""
+
+    REGISTER = "register"
+    SLOT = "slot"
+    TASK = "task"
+    TURN = "turn"
+
+
+class Edge(NamedTuple):
+    """From an actor (None: the outside, or whoever has the turn) to one that waits for it."""
+
+    waits: Waits
+    source: int | None
+    target: int
+    register: int = -1
+
+
+class Cells(NamedTuple):
+    """The slots of one register: that of micro-batch t is `base + t % modulus`."""
+
+    base: int
+    modulus: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """A task of one rank, with registers by their number in the network.
+
+    Attributes:
+        reads: the registers that it reads, each once.
+    """
+
+    rank: int
+    task: Task
+    inputs: tuple[int, ...]
+    reads: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Actor:
+    """What fires as one: a task, or a move on all the hosted ranks that take part in it.
+
+    Attributes:
+        fires: how often in a step.
+        folds: whether it is a move along time, which fills its output when it fires for the last time.
+        channel: the lane that it runs on; where a move has turns, those.
+        takes: the edges into it.
+        gives: (edge, tokens) of every firing, and of the last one of a step.
+    """
+
+    number: int
+    members: tuple[Member, ...]
+    fires: int
+    folds: bool
+    channel: Channel
+    takes: list[int] = field(default_factory=list)
+    gives: list[tuple[int, int]] = field(default_factory=list)
+    gives_last: list[tuple[int, int]] = field(default_factory=list)
+    turn: int = -1
+
+    @property
+    def task(self) -> Task:
+        """Its task on the first of its ranks."""
+        return self.members[0].task
+
+    @property
+    def place(self) -> str:
+        """Its name for people."""
+        member = self.members[0]
+        return f"task {member.task.name} ({member.task.phase}) of rank {member.rank}"
+
+
+class Network:
+    """The programs of the hosted ranks as one marked graph.
+
+    Args:
+        programs: by rank.
+        one_order: all moves go in one order, as one thread runs them; otherwise those of each channel do.
+        micro_batches: how many to walk; the programs' own number when left out.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[int, Program],
+        placement: Placement,
+        one_order: bool = True,
+        micro_batches: int | None = None,
+    ) -> None:
+        self.programs, self.placement = programs, placement
+        found = {program.micro_batches for program in programs.values()}
+        assert len(found) == 1, f"ranks walk different numbers of micro-batches: {sorted(found)}"
+        self.micro_batches = found.pop() if micro_batches is None else micro_batches
+        self.one_order = one_order
+        self.actors: list[Actor] = []
+        self.edges: list[Edge] = []
+        self.tokens: list[int] = []  # at the start of a step, once the inputs are filled
+        self.cells: list[Cells] = []  # by register
+        self.reads: list[int] = []  # by cell: how often what is in it is read, by the outside too
+        self.bases: dict[int, int] = {}  # by rank: the number of its first register
+        self.filled: dict[int, tuple[int, ...]] = {}
+        self.taken: dict[int, tuple[int, ...]] = {}
+        self.channels: dict[Channel, list[Actor]] = {}
+        self._actor_of: dict[tuple[int, int], int] = {}  # rank and task index
+        for rank, program in programs.items():
+            self._add_registers(rank, program)
+        self._add_actors()
+        for rank, program in programs.items():
+            self._connect(rank, program)
+        for actor in self.actors:
+            if actor.turn >= 0:
+                self.channels.setdefault(actor.channel, []).append(actor)
+        self.missing = [sum(not self.tokens[edge] for edge in actor.takes) for actor in self.actors]
+        self.num_firings = sum(actor.fires for actor in self.actors)
+
+    def _add_registers(self, rank: int, program: Program) -> None:
+        base = self.bases[rank] = len(self.cells)
+        self.filled[rank] = tuple(base + port.register for port in program.inputs)
+        self.taken[rank] = tuple(base + port.register for port in program.outputs)
+        kept = {port.register for port in program.outputs}
+        for register, consumers in zip(program.registers, program.consumers, strict=True):
+            is_micro = register.rate is Rate.MICRO
+            modulus = min(register.slots, self.micro_batches) if is_micro else 1
+            per_message = (1 if is_micro else self._fires(program.tasks[index]) for index in consumers)
+            self.cells.append(Cells(len(self.reads), modulus))
+            self.reads += [sum(per_message) + (register.index in kept)] * modulus
+
+    def _fires(self, task: Task) -> int:
+        return self.micro_batches if task.rate is Rate.MICRO else 1
+
+    def _add_actors(self) -> None:
+        """Tasks in program order; a move joins those of the other hosted ranks with its number."""
+        meetings: dict[int, int] = {}
+        members: list[list[Member]] = []
+        for rank, program in self.programs.items():
+            for task in program.tasks:
+                member = self._member(rank, task)
+                number = meetings.get(task.order) if task.move is not None else None
+                if number is None:
+                    number = len(members)
+                    members.append([])
+                    if task.move is not None:
+                        meetings[task.order] = number
+                members[number].append(member)
+                self._actor_of[rank, task.index] = number
+        self.actors = [self._hired(number, tuple(found)) for number, found in enumerate(members)]
+
+    def _member(self, rank: int, task: Task) -> Member:
+        base = self.bases[rank]
+        inputs = tuple(base + register for register in task.inputs)
+        outputs = tuple(base + register for register in task.outputs)
+        return Member(rank, task, inputs, tuple(dict.fromkeys(inputs)), outputs)
+
+    def _hired(self, number: int, members: tuple[Member, ...]) -> Actor:
+        rank, task = members[0].rank, members[0].task
+        folds = task.move is not None and task.move.axis == self.placement.num_axes
+        channel = HOST if task.kind in HOST_KINDS else channel_of(task, self.placement, rank)
+        actor = Actor(number, members, self._fires(task), folds, channel)
+        if channel not in (COMPUTE, HOST):
+            self._check_together(actor)
+            if self.one_order:
+                actor.channel = COMPUTE
+            actor.turn = self._edge(Waits.TURN, None, actor)
+        return actor
+
+    def _check_together(self, actor: Actor) -> None:
+        """All hosted ranks between which a collective goes run it."""
+        if actor.channel.ends is not None:
+            return
+        ranks = {member.rank for member in actor.members}
+        for rank in ranks:
+            absent = set(self.placement.group(actor.channel.axis, rank)) & set(self.programs) - ranks
+            assert not absent, f"{actor.place}, move {actor.task.order}, is not run by ranks {sorted(absent)}"
+
+    def _edge(
+        self, waits: Waits, source: int | None, target: Actor, register: int = -1, tokens: int = 0
+    ) -> int:
+        self.edges.append(Edge(waits, source, target.number, register))
+        self.tokens.append(tokens)
+        target.takes.append(len(self.edges) - 1)
+        return len(self.edges) - 1
+
+    def _connect(self, rank: int, program: Program) -> None:
+        base = self.bases[rank]
+        writers = {
+            register: self.actors[self._actor_of[rank, task.index]]
+            for task in program.tasks
+            for register in task.outputs
+        }
+        for register, consumers in enumerate(program.consumers):
+            for index in consumers:
+                reader = self.actors[self._actor_of[rank, index]]
+                self._connect_register(program, base, register, writers.get(register), reader)
+        for task in program.tasks:
+            waiter = self.actors[self._actor_of[rank, task.index]]
+            for earlier in task.after:
+                before = self.actors[self._actor_of[rank, earlier]]
+                edge = self._edge(Waits.TASK, before.number, waiter)
+                before.gives_last.append((edge, waiter.fires))
+
+    def _connect_register(
+        self, program: Program, base: int, register: int, writer: Actor | None, reader: Actor
+    ) -> None:
+        number = base + register
+        if writer is None:
+            self._edge(Waits.REGISTER, None, reader, number, tokens=reader.fires)
+            return
+        edge = self._edge(Waits.REGISTER, writer.number, reader, number)
+        if (
+            program.registers[register].rate is Rate.STEP
+        ):  # filled once a step: its slot is free when one starts
+            writer.gives_last.append((edge, reader.fires))
+            return
+        writer.gives.append((edge, 1))
+        back = self._edge(Waits.SLOT, reader.number, writer, number, tokens=self.cells[number].modulus)
+        reader.gives.append((back, 1))
+
+    def turns(self) -> Iterator[tuple[Channel, Iterator[Actor]]]:
+        """Of every channel whose moves have turns, who is next, from the start of a step."""
+        for channel, actors in self.channels.items():
+            yield channel, turns(actors, self.micro_batches, self.depth(channel))
+
+    def depth(self, channel: Channel) -> int:
+        """How many micro-batches forward may be ahead of backward where a channel goes: its rank's slots."""
+        moves = [actor.task.move for actor in self.channels[channel]]
+        if self.one_order or any(move is not None and move.kind in ("send", "broadcast") for move in moves):
+            return 1  # its ranks are at different stages
+        members = {member.rank for actor in self.channels[channel] for member in actor.members}
+        return max(
+            (cells.modulus for rank in members for cells in self._cells_of(rank)),
+            default=1,
+        )
+
+    def _cells_of(self, rank: int) -> Sequence[Cells]:
+        base = self.bases[rank]
+        return self.cells[base : base + len(self.programs[rank].registers)]
+
+
+class Marking:
+    """The tokens of one step, and what every actor still waits for."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.tokens = network.tokens.copy()
+        self.missing = network.missing.copy()
+        self.fired = [0] * len(network.actors)
+        self.num_fired = 0
+        self.running: set[int] = set()
+        self._turns = dict(network.turns())
+        self.turn: dict[Channel, Actor | None] = {}
+        self._given: list[Actor] = []
+        for channel in self._turns:
+            self._pass_turn(channel)
+
+    def ready(self) -> list[Actor]:
+        """Those that can fire at the start of a step."""
+        self._given = []
+        return [actor for actor in self.network.actors if not self.missing[actor.number]]
+
+    def begin(self, actor: Actor) -> int:
+        """An actor that can fire starts to: takes a token of every edge into it. Returns its micro-batch."""
+        tokens, number = self.tokens, actor.number
+        self.running.add(number)
+        for edge in actor.takes:
+            tokens[edge] -= 1
+            if not tokens[edge]:
+                self.missing[number] += 1
+        return self.fired[number]
+
+    def end(self, actor: Actor) -> list[Actor]:
+        """It is done: gives its tokens. Returns those that can fire now."""
+        number = actor.number
+        self.running.discard(number)
+        self.num_fired += 1
+        fired = self.fired[number] = self.fired[number] + 1
+        self._given = []
+        if fired < actor.fires and not self.missing[number]:
+            self._given.append(actor)
+        for edge, _ in actor.gives:
+            self._give(edge, 1)
+        if fired == actor.fires:
+            for edge, tokens in actor.gives_last:
+                self._give(edge, tokens)
+        if actor.turn >= 0:
+            self._pass_turn(actor.channel)
+        return self._given
+
+    def _give(self, edge: int, tokens: int) -> None:
+        if not self.tokens[edge]:
+            target = self.network.edges[edge].target
+            self.missing[target] -= 1
+            if not self.missing[target] and target not in self.running:
+                actor = self.network.actors[target]
+                if self.fired[target] < actor.fires:
+                    self._given.append(actor)
+        self.tokens[edge] += tokens
+
+    def _pass_turn(self, channel: Channel) -> None:
+        actor = self.turn[channel] = next(self._turns[channel], None)
+        if actor is not None:
+            self._give(actor.turn, 1)
+
+    @property
+    def is_done(self) -> bool:
+        return self.num_fired == self.network.num_firings
+
+    # --- what went wrong ---------------------------------------------------------------------------
+
+    def waiting(self) -> Iterator[tuple[Actor, list[Edge]]]:
+        """Actors that have not fired as often as they must, with the edges that they miss a token on."""
+        for actor in self.network.actors:
+            if self.fired[actor.number] < actor.fires and actor.number not in self.running:
+                yield actor, [self.network.edges[edge] for edge in actor.takes if not self.tokens[edge]]
+
+    def source(self, edge: Edge) -> Actor | None:
+        """The actor that an edge waits for; None for the outside."""
+        if edge.waits is Waits.TURN:
+            return self.turn[self.network.actors[edge.target].channel]
+        return None if edge.source is None else self.network.actors[edge.source]
+
+    def described(self, actor: Actor, edge: Edge) -> str:
+        """What an actor waits for, in words."""
+        source = self.source(edge)
+        who = "the outside" if source is None else f"{source.place}{self.when(source)}"
+        if edge.waits is Waits.TASK:
+            return f"waits until {who} is done"
+        if edge.waits is Waits.TURN:
+            return f"waits for its turn after {who}"
+        rank = next(one.rank for one in actor.members if edge.register in (*one.inputs, *one.outputs))
+        register = self.network.programs[rank].registers[edge.register - self.network.bases[rank]]
+        name = f"register r{register.index} ({register.name})"
+        if edge.waits is Waits.SLOT:
+            return f"waits until {who} hands back one of {register.slots} slots of {name}"
+        return f"waits for {name} from {who}"
+
+    def when(self, actor: Actor) -> str:
+        """The micro-batch that an actor is at."""
+        return f", micro-batch {min(self.fired[actor.number], actor.fires - 1)}" if actor.fires > 1 else ""
+
+    def wait_for_graph(self) -> list[str]:
+        """A line for each actor that runs or waits and what it waits for."""
+        lines = [
+            f"{actor.place}{self.when(actor)} runs"
+            for actor in itertools.compress(self.network.actors, map(self._runs, self.network.actors))
+        ]
+        for actor, edges in self.waiting():
+            what = "; ".join(self.described(actor, edge) for edge in edges)
+            lines.append(f"{actor.place}{self.when(actor)} {what or 'can fire'}")
+        return lines
+
+    def _runs(self, actor: Actor) -> bool:
+        return actor.number in self.running
