@@ -62,6 +62,7 @@ class AxisPlan:
         exact: whether no other choice costs less.
         gathered: nodes that take an input whole which arrives split.
         chose_storage: whether the storage of parameters was a choice.
+        is_staged: whether its ranks are stages, at which ops run one after the other.
     """
 
     signatures: Mapping[fx.Node, Signature]
@@ -72,6 +73,7 @@ class AxisPlan:
     exact: bool
     gathered: tuple[fx.Node, ...]
     chose_storage: bool
+    is_staged: bool = False
 
 
 class AxisProblem:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..errors import LayoutError
+from ..errors import LayoutError, PlanError
 from ..graph.step_graph import StepGraph
 from ..log import stage_logger
 from ..mesh import Placement
@@ -22,7 +22,8 @@ from .plan import Plan, fingerprint
 from .predict import predict
 from .rewrites import LOSSES, PREPARE, Rewrite, expansion, rewritten
 from .search import search
-from .template import TEMPLATES, Pins, Template, apply_pins, parse, zero
+from .stages import StagePins, plan_stages
+from .template import PIPELINE, TEMPLATES, Pins, Template, apply_pins, parse
 from .verify import verify_plan
 
 log = stage_logger("plan")
@@ -39,16 +40,18 @@ def plan_step(
     machine: Machine | None = None,
     rules: Mapping[Callable, OpRule] | None = None,
     limit: int = 0,
+    stages: StagePins | None = None,
 ) -> Plan:
     """Plans a step: by search, or by a template and what a user pins.
 
     Args:
-        name: "auto" for the fastest plan that is found, or a template, "data", "zero", "tensor", or a product
-            such as "data x tensor".
+        name: "auto" for the fastest plan that is found, or a template, "data", "zero", "tensor", "pipeline",
+            or a product such as "data x tensor".
         pins: per pattern of input or output names, one SBP per axis.
         machine: what work and moves cost. A template's own choices do not depend on it.
         rules: the ops' rules; all that are known, and trials, when left out.
         limit: bytes that a rank may hold at any time, for "auto"; 0 for no limit.
+        stages: per pattern of module names, the stage of a pipeline that they lie at.
 
     Raises:
         PlanError, LayoutError: the template is unknown, a pin does not fit, or nothing fits the limit.
@@ -56,8 +59,13 @@ def plan_step(
     machine = (machine or REFERENCE).on(placement.num_axes)
     pins = pins or {}
     rules = RuleBook() if rules is None else rules
+    if stages and (name == AUTO or PIPELINE not in parse(name, placement)):
+        raise PlanError(
+            f"modules are pinned to stages ({', '.join(map(repr, stages))}), but plan={name!r} has none; "
+            "choose plan='pipeline', or a product such as 'pipeline x data'"
+        )
     if name != AUTO:
-        made = replace(_by_template(graph, placement, name, pins, rules), machine=machine)
+        made = replace(_by_template(graph, placement, name, pins, rules, stages or {}), machine=machine)
         return replace(made, predicted=predict(made, machine))
     others = []
     for template in TEMPLATES if limit and placement.size > 1 else ():  # a limit is never too small for these
@@ -77,19 +85,24 @@ def best_of(plans: Sequence[Plan]) -> Plan:
 
 
 def _by_template(
-    graph: StepGraph, placement: Placement, name: str, pins: Pins, rules: Mapping[Callable, OpRule]
+    graph: StepGraph,
+    placement: Placement,
+    name: str,
+    pins: Pins,
+    rules: Mapping[Callable, OpRule],
+    stages: StagePins,
 ) -> Plan:
     device = DeviceCost()
-    rewrites: list[Rewrite] = [PREPARE] if any(one is zero for one in parse(name, placement)) else []
+    rewrites: list[Rewrite] = [PREPARE] if "zero" in parse(name, placement) else []
     captured, graph = graph, rewritten(graph, rewrites, rules)
-    axes = _plan_axes(graph, placement, name, rules, pins, device)
+    axes = _plan_axes(graph, placement, name, rules, pins, device, stages)
     improved = True
     while improved:
         improved = False
         for names in _alternatives(graph, axes, rules):
             rewrite: Rewrite = ("expand", tuple(sorted(names)))
             expanded = rewritten(graph, [rewrite], rules)
-            other = _plan_axes(expanded, placement, name, rules, pins, device)
+            other = _plan_axes(expanded, placement, name, rules, pins, device, stages)
             if sum(one.cost for one in other) < sum(one.cost for one in axes):
                 log.info("simpler forms of %s pay", ", ".join(sorted(names)))
                 graph, axes, improved = expanded, other, True
@@ -106,18 +119,23 @@ def _plan_axes(
     rules: Mapping[Callable, OpRule],
     pins: Pins,
     device: DeviceCost,
+    stages: StagePins,
 ) -> list[AxisPlan]:
-    templates = parse(name, placement)
+    templates = [TEMPLATES.get(one) for one in parse(name, placement)]
     chosen = _chosen_storage(graph, placement, templates, rules, pins, device)
     solved: list[AxisPlan] = []
     # Outer axes first: an inner axis' blocks and units refer to what the outer ones leave.
     for axis, size in enumerate(placement.shape):
+        template = templates[axis]
+        if template is None:
+            solved.append(plan_stages(graph, size, stages, device))
+            continue
         taken: dict[str, set[int]] = {}
         for other, stored in (*chosen.items(), *((i, plan.stored) for i, plan in enumerate(solved))):
             for key, one in stored.items() if other != axis else ():
                 if isinstance(one, Split):
                     taken.setdefault(key, set()).add(one.dim)
-        goal = templates[axis](graph, size, taken)
+        goal = template(graph, size, taken)
         if axis in chosen:
             goal = replace(goal, stored=chosen[axis], free={}, chose_storage=True)
         goal = apply_pins(goal, graph, pins, axis)
@@ -129,7 +147,7 @@ def _plan_axes(
 def _chosen_storage(
     graph: StepGraph,
     placement: Placement,
-    templates: Sequence[Template],
+    templates: Sequence[Template | None],
     rules: Mapping[Callable, OpRule],
     pins: Pins,
     device: DeviceCost,
@@ -141,7 +159,10 @@ def _chosen_storage(
     chosen: dict[int, Mapping[str, Sbp]] = {}
     taken: dict[str, set[int]] = {}
     for axis, size in enumerate(placement.shape if placement.num_axes > 1 else ()):
-        goal = apply_pins(templates[axis](graph, size, taken), graph, pins, axis)
+        template = templates[axis]
+        if template is None:
+            continue
+        goal = apply_pins(template(graph, size, taken), graph, pins, axis)
         if goal.free:
             chosen[axis] = AxisProblem(graph, goal, rules, device).solve().stored
             for key, one in chosen[axis].items():
@@ -183,9 +204,12 @@ def _whole_after_gather(axis: AxisPlan) -> set[fx.Node]:
 
 def _joined(graph: StepGraph, placement: Placement, name: str, axes: Sequence[AxisPlan]) -> Plan:
     signatures = {node.name: tuple(axis.signatures[node] for axis in axes) for node in axes[0].signatures}
-    unruled = {}
-    for node in (node for node in axes[0].unruled if all(node in axis.unruled for axis in axes)):
-        unruled[node.name] = bytes_around(node)
+    spread = [axis for axis in axes if not axis.is_staged]
+    unruled = {
+        node.name: bytes_around(node)
+        for node in (spread[0].unruled if spread else ())
+        if all(node in axis.unruled for axis in spread)
+    }
     return Plan(
         graph,
         placement,

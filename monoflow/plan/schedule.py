@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import fx
@@ -42,12 +43,29 @@ class Op:
 
 @dataclass(frozen=True)
 class Box:
-    """One move of a route."""
+    """One move of a route.
+
+    Attributes:
+        order: its number among all moves of the schedule that are not local.
+        gives: whether this rank holds the source, in the part of the schedule that one rank runs.
+        takes: whether it holds the target then.
+    """
 
     move: Move
     source: LaidOut
     target: LaidOut
     phase: Phase
+    order: int = -1
+    gives: bool = True
+    takes: bool = True
+
+    @property
+    def inputs(self) -> tuple[LaidOut, ...]:
+        return (self.source,) if self.gives else ()
+
+    @property
+    def outputs(self) -> tuple[LaidOut, ...]:
+        return (self.target,) if self.takes else ()
 
     @property
     def is_local(self) -> bool:
@@ -90,7 +108,16 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
         for name, node in plan.graph.placeholders.items()
         if node in needed
     )
-    return Schedule(tuple(maker.items), inputs, outputs)
+    return Schedule(_numbered(maker.items), inputs, outputs)
+
+
+def _numbered(items: Sequence[Op | Box]) -> tuple[Op | Box, ...]:
+    """The items with a number on every move that is not local: ranks that take part meet by it."""
+    orders = itertools.count()
+    return tuple(
+        replace(one, order=next(orders)) if isinstance(one, Box) and not one.is_local else one
+        for one in items
+    )
 
 
 class _Maker:

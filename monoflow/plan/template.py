@@ -110,22 +110,29 @@ def block_counts(graph: StepGraph) -> list[int]:
     return sorted(count for count in counts if 1 < count <= 8)
 
 
+#: From graph, axis size and the dims by which other axes split what is stored.
 Template = Callable[[StepGraph, int, Mapping[str, set[int]]], AxisGoal]
+#: Those that say how an axis stores the state.
 TEMPLATES: Mapping[str, Template] = MappingProxyType({"data": data, "zero": zero, "tensor": tensor})
 
 
-def parse(name: str, placement: Placement) -> tuple[Template, ...]:
-    """The template of every axis: "data", or one a axis as in "data x tensor".
+#: The one that cuts the step into stages (`stages.py`).
+PIPELINE = "pipeline"
+
+
+def parse(name: str, placement: Placement) -> tuple[str, ...]:
+    """The template of every axis: "data", or one an axis as in "data x tensor".
 
     Raises:
-        PlanError: an unknown template, or as many templates as the placement has axes are not given.
+        PlanError: an unknown template, or as many templates as the placement has axes are not given, or more
+            than one axis is to be a pipeline.
     """
     names = [part.strip() for part in name.split(" x ")] if " x " in name else [name.strip()]
-    unknown = [one for one in names if one not in TEMPLATES]
+    unknown = [one for one in names if one not in (*TEMPLATES, PIPELINE)]
     if unknown:
         raise PlanError(
-            f"no plan named {unknown[0]!r}; choose auto (alone), {', '.join(TEMPLATES)}, or a product of "
-            "templates such as 'data x tensor' on a placement of two axes"
+            f"no plan named {unknown[0]!r}; choose auto (alone), {', '.join(TEMPLATES)}, {PIPELINE}, or a "
+            "product of templates such as 'data x tensor' on a placement of two axes"
         )
     if len(names) == 1:
         names *= placement.num_axes
@@ -134,7 +141,12 @@ def parse(name: str, placement: Placement) -> tuple[Template, ...]:
             f"plan {name!r} names {len(names)} axes, {placement} has {placement.num_axes}; give one template "
             "per axis, or a placement with as many axes"
         )
-    return tuple(TEMPLATES[one] for one in names)
+    if names.count(PIPELINE) > 1:
+        raise PlanError(
+            f"plan {name!r} makes a pipeline of {names.count(PIPELINE)} axes of {placement}; a step has one, "
+            "so name what the other axes do, as in 'pipeline x data'"
+        )
+    return tuple(names)
 
 
 def apply_pins(goal: AxisGoal, graph: StepGraph, pins: Pins, axis: int) -> AxisGoal:
