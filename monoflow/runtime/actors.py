@@ -71,11 +71,12 @@ class Engine:
         assert marking.is_done, "\n".join(["the program cannot finish:", *marking.wait_for_graph()[:20]])
 
     def _fire(self, registers: Registers, actor: Actor, time: int) -> None:
-        start = perf_counter_ns() if self.recorder is not None else 0
+        recorder = self.recorder  # it may change at any time
+        start = perf_counter_ns() if recorder is not None else 0
         inputs = [registers.read(actor, member, time) for member in actor.members]
         results = self.firing.work(actor, time, inputs)
-        if self.recorder is not None:
-            report(self.recorder, actor, self.num_steps, time, start, results)
+        if recorder is not None:
+            report(recorder, actor, self.num_steps, time, start, results)
         for member, made in zip(actor.members, results, strict=True):
             registers.write(member, time, made)
 
