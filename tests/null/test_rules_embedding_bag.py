@@ -103,3 +103,16 @@ def test_indices_of_32_bits():
     args = list(_arguments(1))
     args[1], args[2] = args[1].int(), args[2].int()  # pyright: ignore
     assert len(proven(RULES[BAG], BAG, *args)) == 4
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_rank_without_columns_gives_none(num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for op in (BAG, FORWARD_ONLY):
+            assert "S(1), B, B -> S(1), B, B, B" in proven(
+                RULES[op], op, *_arguments(0), axis_sizes=[5], nd=False
+            )
+    finally:
+        torch.set_num_threads(before)

@@ -46,6 +46,8 @@ def _signatures(call: OpCall, axis_size: int, forms: Forms) -> list[Signature]:
 def _local(call: LocalCall) -> LocalOp:
     weight, output = call.inputs[0], call.outputs[0]
     assert output is not None
+    if not weight.shape[1]:  # torch's kernel refuses a table without columns, unless it runs in one thread
+        return no_columns, (_whole_call(call), output.shape), {}
     bags = _held_bags(output) if output.is_split(0) else None
     if weight.is_split(0):
         options = [argument(call, name) for name in ("mode", "per_sample_weights", "padding_idx")]
@@ -71,6 +73,12 @@ def _held_bags(shard: TensorShard) -> Bags:
 
 def _flat_runs(shard: TensorShard) -> tuple[int, ...]:
     return tuple(edge for run in shard.runs(0) for edge in run)
+
+
+def no_columns(whole: Sequence[Any], shape: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """The op where this rank holds no column of the table; `shape` is that of its first output."""
+    op, weight, indices, offsets, options = whole
+    return weight.new_zeros(shape), *_of_indices(op, weight, indices, offsets, options)
 
 
 def some_bags(whole: Sequence[Any], bags: Bags) -> tuple[torch.Tensor, ...]:
