@@ -7,6 +7,7 @@ Each stage returns one frozen object that its own verifier has checked; `text()`
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from .plan.plan import Plan, fingerprint
 from .plan.planner import AUTO, best_of, plan_step
 from .plan.predict import predict
 from .runtime.actors import Engine
+from .runtime.observe import About, observing
 from .runtime.transport import CommStats, DistTransport, SimTransport
 from .runtime.world import World, current_world, share_key
 
@@ -85,9 +87,11 @@ class Compiled:
 
     def stats(self) -> CommStats:
         """Collectives and bytes that this process' (first) rank has sent so far, by axis and kind."""
-        if isinstance(self.transport, SimTransport):
-            return self.transport.stats(min(self.lowered.programs))
-        return self.transport.stats()
+        return _stats(self.transport, min(self.lowered.programs))
+
+
+def _stats(transport: DistTransport | SimTransport, rank: int) -> CommStats:
+    return transport.stats(rank) if isinstance(transport, SimTransport) else transport.stats()
 
 
 def compile_step(
@@ -202,7 +206,7 @@ def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compi
     """Connects programs to a transport: over torch's device mesh, or within this process if there is none."""
     placement = lowered.plan.placement
     ranks = list(lowered.programs)
-    transport = SimTransport(placement) if mesh is None else DistTransport(placement, ranks[0], mesh)
+    transport = SimTransport(placement) if mesh is None else DistTransport(placement, ranks[0])
     origins = {node.name: info_of(node) for node in lowered.plan.graph.calls()}
 
     def describe(name: str) -> str:
@@ -216,4 +220,23 @@ def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compi
         )
 
     engine = Engine(lowered.programs, placement, transport, describe)
+    if (observer := observing()) is not None:
+
+        def sent() -> dict[str, int]:
+            stats = _stats(transport, ranks[0])
+            return {axis: stats.num_bytes(axis=axis) for axis in placement.axes}
+
+        observer.attach(engine, _about(lowered.plan), sent)
     return Compiled(captured, lowered.plan, lowered, engine, transport)
+
+
+def _about(planned: Plan) -> About:
+    """What `monoflow top` says of a step: the first tensors of its batch tell how large that is."""
+    batch = [one.meta for one in planned.graph.inputs if one.role is Role.BATCH and one.meta.shape]
+    texts = [meta.shape for meta in batch if len(meta.shape) == 2 and not meta.dtype.is_floating_point]
+    return About(
+        planned.graph.name,
+        batch[0].shape[0] if batch else 0,
+        math.prod(texts[0]) if texts else 0,
+        planned.predicted.peak_bytes if planned.predicted is not None else 0,
+    )

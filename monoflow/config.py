@@ -26,8 +26,13 @@ class Settings:
             nowhere.
         trace_events: how many of its last events a rank keeps for a trace (MONOFLOW_TRACE_EVENTS, set by
             `monoflow run --trace`); 0 for no trace.
+        lanes: whether compute and every channel of moves have a thread of their own (MONOFLOW_LANES, on
+            unless 0).
+        watchdog: seconds without any progress after which a step fails, naming who waits for whom
+            (MONOFLOW_WATCHDOG); 0 for no end.
         rank, world_size: this process among all (RANK, WORLD_SIZE, as torchrun sets them).
         local_rank, local_world_size: this process among those of its host.
+        num_hosts: of the job (GROUP_WORLD_SIZE, as torchrun sets it).
     """
 
     log_stages: frozenset[str] = frozenset()
@@ -36,10 +41,13 @@ class Settings:
     cache: str = "~/.cache/monoflow"
     run_dir: str = ""
     trace_events: int = 0
+    lanes: bool = True
+    watchdog: int = 300
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    num_hosts: int = 1
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Settings:
@@ -52,10 +60,13 @@ class Settings:
             cache=env.get("MONOFLOW_CACHE") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/monoflow",
             run_dir=env.get("MONOFLOW_RUN_DIR", ""),
             trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0),
+            lanes=_choice(env, "MONOFLOW_LANES", {"0": False, "1": True}, "1"),
+            watchdog=_integer(env, "MONOFLOW_WATCHDOG", 300),
             rank=_integer(env, "RANK", 0),
             world_size=world_size,
             local_rank=_integer(env, "LOCAL_RANK", 0),
             local_world_size=_integer(env, "LOCAL_WORLD_SIZE", 1),
+            num_hosts=_integer(env, "GROUP_WORLD_SIZE", 1),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,9 @@ from . import calibrate as calibrator
 from . import doctor as doctor_report
 from . import plan as planner
 from . import run as launcher
+from . import runs
+from . import top as watcher
+from . import trace as tracer
 
 app = typer.Typer(
     help="One training step, written for one device, on any layout of any devices.",
@@ -55,6 +59,11 @@ def run(
     script: Annotated[str, typer.Argument(help="The script that every rank runs.", show_default=False)],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
     num_ranks: Annotated[int, typer.Option("-n", "--nproc-per-node", help="Ranks on this host.")] = 1,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write what every actor did and when, for Perfetto: out.json.")
+    ] = None,
+    trace_events: Annotated[int, typer.Option(help="How many firings a rank keeps: its last ones.")] = 1
+    << 16,
     nnodes: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
     node_rank: Annotated[int | None, typer.Option(rich_help_panel=_HOSTS)] = None,
     master_addr: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
@@ -81,7 +90,37 @@ def run(
             ("max-restarts", max_restarts),
         ]
     )
-    raise typer.Exit(launcher.run(launcher.Job(num_ranks, script, tuple(args or ()), options)))
+    job = launcher.Job(num_ranks, script, tuple(args or ()), options, trace, trace_events)
+    raise typer.Exit(launcher.run(job))
+
+
+@app.command()
+def trace(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="What `monoflow run --trace` wrote: a file a host.", show_default=False),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print it as data.")] = False,
+    join: Annotated[
+        Path | None, typer.Option(help="Write several hosts' files as one, for Perfetto.")
+    ] = None,
+) -> None:
+    """Sum up a trace: where the time went, what waited for what, and the bottleneck."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    raise typer.Exit(tracer.trace(files, json, join, console))
+
+
+@app.command()
+def top(
+    job: Annotated[
+        str | None,
+        typer.Argument(help="The process id of a `monoflow run`, or a job's folder; else the last."),
+    ] = None,
+    once: Annotated[bool, typer.Option(help="Print what is now, and end.")] = False,
+) -> None:
+    """Show what the ranks of a running job do: speed, actors, registers, memory."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
+    raise typer.Exit(watcher.top(runs.find(job, os.environ), once, console))
 
 
 @app.command(context_settings={"allow_interspersed_args": True})

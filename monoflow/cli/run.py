@@ -23,6 +23,8 @@ from torch.distributed.run import config_from_args, parse_args
 
 from ..errors import FlowError
 from ..runtime.launch import INTERRUPTED, LAUNCHER_VARIABLE
+from . import runs
+from .timeline import join, write
 
 #: Seconds that ranks get to end by themselves: after another rank failed, and after Ctrl-C.
 FAILURE_GRACE = 10
@@ -43,29 +45,50 @@ class Job:
         num_ranks: ranks on this host.
         script, args: the script and its own arguments.
         agent_options: options of torchrun, passed on as they are.
+        trace: where to write the timeline of the run, if anywhere.
+        trace_events: how many of its last events a rank keeps for it.
     """
 
     num_ranks: int
     script: str
     args: tuple[str, ...]
     agent_options: tuple[str, ...] = ()
+    trace: Path | None = None
+    trace_events: int = 1 << 16
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
             raise FlowError(f"-n {self.num_ranks}: the number of ranks must be at least 1")
         if not Path(self.script).is_file():
             raise FlowError(f"no script {self.script!r} in {Path.cwd()}")
+        if self.trace is not None and not self.trace.absolute().parent.is_dir():
+            raise FlowError(f"--trace {self.trace}: there is no folder {self.trace.parent}")
+        if self.trace_events < 1:
+            raise FlowError(f"--trace-events {self.trace_events}: at least 1 event must be kept")
 
 
 def run(job: Job) -> int:
     """Run the job to its end and return the exit status: 0, 130 after Ctrl-C, else that of a failure."""
     command = ("-u", "-c", _START, job.script, *job.args)
-    if job.num_ranks == 1 and not job.agent_options:
+    folder = runs.folder_of_job(os.environ)
+    os.environ[runs.RUN_DIR] = str(folder)
+    if job.num_ranks == 1 and not job.agent_options and job.trace is None:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *command])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.num_ranks)))
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    if job.trace is not None:
+        os.environ[runs.TRACE_EVENTS] = str(job.trace_events)
     logging.disable(logging.CRITICAL)  # the agent's own log; what failed is said below, once
+    try:
+        return _run_ranks(job, command)
+    finally:
+        if job.trace is not None:
+            _write_trace(folder, job.trace)
+        runs.clear(folder)
+
+
+def _run_ranks(job: Job, command: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="monoflow-") as folder, _bounded_shutdown():
         try:
             config, _, _ = config_from_args(parse_args(_agent_arguments(job, folder)))
@@ -79,6 +102,22 @@ def run(job: Job) -> int:
         except (ValueError, RendezvousError) as error:
             raise FlowError(f"the hosts did not find each other: {error}") from None
     return 0
+
+
+def _write_trace(folder: Path, path: Path) -> None:
+    """Joins what the ranks of this host recorded, also of those that died, into one file."""
+    timeline = join(runs.parts(folder))
+    if not timeline.events:
+        sys.stderr.write(f"monoflow: no step ran, so {path} is not written\n")
+        return
+    first = min(timeline.hosts)
+    if first:  # ranks of another host than the first one's
+        path = path.with_stem(f"{path.stem}.rank{first}")
+    write(timeline, path)
+    sys.stderr.write(
+        f"monoflow: {path} has {len(timeline.events):,} firings of {len(timeline.hosts)} ranks; "
+        f"`monoflow trace {path}` sums it up, https://ui.perfetto.dev shows it\n"
+    )
 
 
 def _agent_arguments(job: Job, folder: str) -> list[str]:

@@ -41,7 +41,7 @@ class Timeline:
     Attributes:
         hosts: rank -> the host that it ran on.
         num_dropped: rank -> earlier events that were not kept.
-        clock_error: nanoseconds that clocks of two hosts may disagree by; None if that is not known.
+        clock_error: nanoseconds that clocks of two hosts may disagree by; None if they were not compared.
     """
 
     events: tuple[Event, ...]
@@ -68,14 +68,41 @@ def join(parts: Sequence[Part]) -> Timeline:
         events += [one._replace(start=one.start + shift, end=one.end + shift) for one in part.events]
         wirings += part.wirings
     known = [one for one in errors if one is not None]
-    several = len(set(hosts.values())) > 1
-    error = None if several and len(known) < len(errors) else max(known, default=0)
+    error = None if len(known) < len(errors) else max(known, default=0)
+    return _sorted(events, wirings, hosts, num_dropped, error)
+
+
+def merge(timelines: Sequence[Timeline]) -> Timeline:
+    """Timelines of different ranks of one job as one."""
+    hosts: dict[int, str] = {}
+    num_dropped: dict[int, int] = {}
+    for one in timelines:
+        hosts |= one.hosts
+        num_dropped |= one.num_dropped
+    errors = [one.clock_error for one in timelines]
+    known = [one for one in errors if one is not None]
+    return _sorted(
+        [event for one in timelines for event in one.events],
+        [wiring for one in timelines for wiring in one.wirings],
+        hosts,
+        num_dropped,
+        None if len(known) < len(errors) else max(known, default=0),
+    )
+
+
+def _sorted(
+    events: Sequence[Event],
+    wirings: Sequence[Wiring],
+    hosts: Mapping[int, str],
+    num_dropped: Mapping[int, int],
+    clock_error: int | None,
+) -> Timeline:
     return Timeline(
         tuple(sorted(events, key=lambda one: one.start)),
         tuple(sorted(wirings, key=lambda one: (one.program, one.rank))),
         hosts,
         num_dropped,
-        error if several else 0,
+        clock_error,
     )
 
 

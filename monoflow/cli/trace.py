@@ -23,7 +23,8 @@ from ..runtime.trace import (
     step_times,
     time_by_kind,
 )
-from .timeline import Timeline, read
+from .tables import table
+from .timeline import Timeline, merge, read, write
 
 _MOST_WAITS = 5
 
@@ -107,9 +108,19 @@ def summarize(timeline: Timeline) -> Summary:
     )
 
 
-def trace(path: Path, as_json: bool, console: Console) -> int:
-    """Prints the summary of a trace. Raises FlowError if it is none."""
-    timeline = read(path)
+def trace(paths: Sequence[Path], as_json: bool, joined: Path | None, console: Console) -> int:
+    """Prints the summary of a trace.
+
+    Args:
+        paths: its files, one a host.
+        joined: where to write all of it as one file, if anywhere.
+
+    Raises:
+        FlowError: a file is no trace.
+    """
+    timeline = merge([read(path) for path in paths])
+    if joined is not None:
+        write(timeline, joined)
     summary = summarize(timeline)
     if as_json:
         console.out(json.dumps(summary.as_data(), indent=1), highlight=False)
@@ -130,7 +141,7 @@ def _report(timeline: Timeline, summary: Summary) -> RenderableType:
     ]
     if dropped := sum(timeline.num_dropped.values()):
         parts.append(f"[yellow]{dropped:,} earlier firings were not kept (--trace-events keeps more)")
-    if timeline.clock_error is None:
+    if len(set(timeline.hosts.values())) > 1 and timeline.clock_error is None:
         parts.append("[yellow]clocks of the hosts were not compared: times across hosts mean little")
     elif timeline.clock_error:
         parts.append(f"clocks of the hosts agree to {_time(timeline.clock_error)}")
@@ -138,28 +149,27 @@ def _report(timeline: Timeline, summary: Summary) -> RenderableType:
         parts += ["", _spent(summary), "", _by_kind(summary), "", *_shares(summary)]
         if summary.waits:
             parts += ["", _waits(summary.waits[:_MOST_WAITS], len(summary.waits))]
-        parts += ["", _registers(summary)]
+        peak = max(summary.peak_bytes.values(), default=0)
+        parts += ["", _registers(summary), f"at most {size(peak)} at a time, the step's inputs left out"]
     return Group(*parts, "", f"[bold]{summary.bottleneck}")
 
 
 def _spent(summary: Summary) -> Table:
-    table = _table(
+    rows = table(
         "time of a rank", *("exposed communication" if c == "communication" else c for c in _COLUMNS)
     )
     for rank, spent in summary.spent.items():
         shares = (f"{getattr(spent, name) / (spent.total or 1):.1%}" for name in _COLUMNS)
-        table.add_row(f"rank {rank}", *shares)
-    return table
+        rows.add_row(f"rank {rank}", *shares)
+    return rows
 
 
 def _by_kind(summary: Summary) -> Table:
     kinds = list(dict.fromkeys(kind for own in summary.by_kind.values() for kind in own))
-    table = _table("time of its actors, a step", *kinds)
+    rows = table("time of its actors, a step", *kinds)
     for rank, own in summary.by_kind.items():
-        table.add_row(
-            f"rank {rank}", *(_time(own[k] // summary.num_steps) if k in own else "" for k in kinds)
-        )
-    return table
+        rows.add_row(f"rank {rank}", *(_time(own[k] // summary.num_steps) if k in own else "" for k in kinds))
+    return rows
 
 
 def _shares(summary: Summary) -> list[str]:
@@ -174,32 +184,18 @@ def _shares(summary: Summary) -> list[str]:
 
 
 def _waits(found: Sequence[Wait], num_all: int) -> Table:
-    head = (
-        f"compute waited for (top {len(found)} of {num_all})"
-        if num_all > len(found)
-        else "compute waited for"
-    )
-    table = _table(head, "rank", "then ran", "filled by", "waited", left=(0, 2, 3))
+    of = f" (top {len(found)} of {num_all})" * (num_all > len(found))
+    rows = table(f"compute waited for{of}", "rank", "then ran", "filled by", "waited", left=(0, 2, 3))
     for one in found:
-        table.add_row(one.register, f"{one.rank}", one.actor, one.writer, _time(one.num_ns))
-    return table
+        rows.add_row(one.register, f"{one.rank}", one.actor, one.writer, _time(one.num_ns))
+    return rows
 
 
 def _registers(summary: Summary) -> Table:
-    table = _table("registers", "most messages in one", "of slots")
+    rows = table("registers", "most messages in one", "of slots")
     for key, (most, slots) in sorted(summary.live.items()):
-        table.add_row(key, f"{most}", f"{slots}")
-    peak = max(summary.peak_bytes.values(), default=0)
-    table.caption = f"at most {size(peak)} at a time, the step's inputs left out"
-    table.caption_justify = "left"
-    return table
-
-
-def _table(title: str, *columns: str, left: Sequence[int] = (0,)) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate((title, *columns)):
-        table.add_column(name, justify="left" if number in left else "right")
-    return table
+        rows.add_row(key, f"{most}", f"{slots}")
+    return rows
 
 
 def _time(num_ns: float) -> str:

@@ -28,6 +28,8 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 from ..config import Settings
 from ..errors import PlacementError
+from .clock import compare_clocks
+from .observe import observing
 
 #: Set by `monoflow run` for the ranks it starts: they leave the printing of errors to it.
 LAUNCHER_VARIABLE = "MONOFLOW_LAUNCHER_PID"
@@ -39,7 +41,8 @@ def ensure_process_group(device_type: str) -> None:
     """Join this rank to the others, if the environment says that there are others and it has not yet.
 
     Picks the back end of the device (gloo, nccl, xccl...), makes LOCAL_RANK the accelerator's current
-    device, and destroys the group at exit (a rank that exits without that can abort).
+    device, and destroys the group at exit (a rank that exits without that can abort). Where the ranks are on
+    several hosts, their clocks are compared, for a trace.
 
     Args:
         device_type: a torch device type, e.g. "cpu" or "cuda".
@@ -54,6 +57,10 @@ def ensure_process_group(device_type: str) -> None:
         torch.accelerator.set_device_index(_device_index(device_type, settings.local_rank))
     dist.init_process_group(_backend(device_type))
     atexit.register(destroy_process_group)
+    if settings.num_hosts > 1:
+        offset = compare_clocks(settings.local_rank, _collective_device())
+        if (observer := observing()) is not None:
+            observer.tell_offset(offset)
 
 
 def _device_index(device_type: str, local_rank: int) -> int:

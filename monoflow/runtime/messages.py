@@ -27,7 +27,7 @@ class Message(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A compute lane that had nothing to do until a register was filled.
+    """Compute of a rank that had nothing to do until a register was filled.
 
     Attributes:
         actor: what then ran; `register`: what it had waited for; `writer`: the actor that filled that.
@@ -183,9 +183,9 @@ def crossings(events: Sequence[Event], wirings: Sequence[Wiring]) -> list[Crossi
 
 
 def waits(events: Sequence[Event], found: Sequence[Message]) -> list[Wait]:
-    """What compute lanes waited for, longest first: the register that was filled last before they went on.
+    """What compute waited for, longest first: the register that was filled last before it went on.
 
-    Waiting counts from when the lane had nothing to do within the step until that register was full.
+    Waiting counts from when a rank's compute had nothing to do within the step until that register was full.
     """
     needed: dict[Event, Message] = {}
     for message in found:
@@ -196,11 +196,11 @@ def waits(events: Sequence[Event], found: Sequence[Message]) -> list[Wait]:
     begins = {key: span.start for key, span in step_times(events).items()}
     total: dict[tuple[int, str, str, str], int] = defaultdict(int)
     for rank, own in by_rank(events).items():
-        free: dict[str, int] = {}
-        for event in sorted(own, key=lambda one: one.start):
-            since = max(free.get(event.lane, 0), begins[event.program, event.step])
-            free[event.lane] = max(since, event.end)
-            if event.kind in COMPUTE and event in needed:
+        free = 0
+        for event in sorted((one for one in own if one.kind in COMPUTE), key=lambda one: one.start):
+            since = max(free, begins[event.program, event.step])
+            free = max(free, event.end)
+            if event in needed:
                 last = needed[event]
                 waited = min(event.start, last.writer.end) - since
                 if waited > 0:

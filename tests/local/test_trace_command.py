@@ -1,0 +1,376 @@
+"""Timelines as files, `monoflow trace`, and `monoflow top` on what ranks left in a folder."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from monoflow.cli import runs
+from monoflow.cli.timeline import Timeline, join, merge, read, write
+from monoflow.cli.top import frame, last_step, read_job, top
+from monoflow.cli.trace import summarize, trace
+from monoflow.config import Settings
+from monoflow.errors import FlowError
+from monoflow.runtime.observe import About, Observer
+from monoflow.runtime.program import Program
+from monoflow.runtime.recorder import Recorder
+from monoflow.runtime.ring import EVENTS, NAMES, Part
+from monoflow.runtime.trace import Event
+from monoflow.runtime.wiring import ActorInfo, RegisterInfo, Wiring
+from tests.conftest import RunCli
+
+
+def wiring(rank: int) -> Wiring:
+    """forward -> backward twice, on two ranks that then reduce the gradient."""
+    return Wiring(
+        "train",
+        rank,
+        2,
+        (
+            ActorInfo("mm", "forward", (0,), (1,), True),
+            ActorInfo("mm_1", "backward", (1,), (2,), True),
+            ActorInfo("add", "backward", (2,), (3,), True, order=0),
+            ActorInfo("all_reduce:grad", "update", (3,), (4,), False, order=1, group=(0, 1)),
+            ActorInfo("adamw", "update", (4,), (5,), False),
+        ),
+        (
+            RegisterInfo("weight", 100, 1, False),
+            RegisterInfo("activation", 10, 1, True),
+            RegisterInfo("grad_t", 20, 1, True),
+            RegisterInfo("grad", 30, 1, False),
+            RegisterInfo("grad_all", 40, 1, False),
+            RegisterInfo("new", 100, 1, False),
+        ),
+    )
+
+
+def events(rank: int, step: int, shift: int = 0) -> list[Event]:
+    """100 microseconds of a rank: 70 of compute, 20 of communication that nothing hides, an update."""
+    rows = [
+        ("mm", "compute", "compute", 0, 0, 10),
+        ("mm_1", "compute", "compute", 0, 10, 33),
+        ("add", "accumulate", "compute", 0, 33, 35),
+        ("mm", "compute", "compute", 1, 35, 45),
+        ("mm_1", "compute", "compute", 1, 45, 68),
+        ("add", "accumulate", "compute", 1, 68, 70),
+        ("all_reduce:grad", "boxing", "collectives on axis 0", 0, 70, 90),
+        ("adamw", "optimizer", "compute", 0, 90, 100),
+    ]
+    begin = 10**9 + step * 200_000 + shift
+    return [
+        Event("train", rank, lane, kind, name, step, time, begin + 1000 * start, begin + 1000 * end, 8)
+        for name, kind, lane, time, start, end in rows
+    ]
+
+
+def part(rank: int, shift: int = 0, **about: Any) -> Part:
+    found = [*events(rank, 0, shift), *events(rank, 1, shift)]
+    told = {"rank": rank, "host": "here", **about}
+    return Part(told, (wiring(rank),), tuple(found), 3 * rank)
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return join([part(0), part(1, shift=1500)])
+
+
+# --- the file ------------------------------------------------------------------------------------------
+
+
+def as_perfetto_reads(records: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Checks what a viewer relies on; returns how many records there are of each phase."""
+    counts: dict[str, int] = {}
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    ends: dict[str, dict[int, tuple[int, int, float]]] = {"s": {}, "f": {}}
+    counters: dict[tuple[int, str], float] = {}
+    titled: set[tuple[str, int, int]] = set()
+    for one in records:
+        counts[one["ph"]] = counts.get(one["ph"], 0) + 1
+        key = one["pid"], one.get("tid", 0)
+        if one["ph"] == "M":
+            titled.add((one["name"], *key))
+            continue
+        assert one["ts"] >= 0
+        if one["ph"] == "X":
+            assert one["dur"] >= 0
+            slices.setdefault(key, []).append((one["ts"], one["ts"] + one["dur"]))
+        elif one["ph"] in ends:
+            assert one["id"] not in ends[one["ph"]], "an arrow has one start and one end"
+            ends[one["ph"]][one["id"]] = (*key, one["ts"])
+        else:
+            assert one["ph"] == "C"
+            (value,) = one["args"].values()
+            assert value >= 0
+            assert one["ts"] > counters.get((one["pid"], one["name"]), -1.0), "a counter goes forward in time"
+            counters[one["pid"], one["name"]] = one["ts"]
+    for lane in slices:
+        assert ("thread_name", *lane) in titled and ("process_name", lane[0], 0) in titled
+    assert ends["s"].keys() == ends["f"].keys(), "every arrow that starts ends"
+    for number, (pid, tid, leaves) in ends["s"].items():
+        other = ends["f"][number]
+        assert leaves <= other[2]
+        for lane, moment in (((pid, tid), leaves), (other[:2], other[2])):
+            assert any(start <= moment <= end for start, end in slices[lane]), "an arrow is tied to a slice"
+    return counts
+
+
+def test_a_timeline_is_what_perfetto_reads(timeline: Timeline, tmp_path: Path) -> None:
+    write(timeline, tmp_path / "out.json")
+    data = json.loads((tmp_path / "out.json").read_text())
+    counts = as_perfetto_reads(data["traceEvents"])
+    # 5 messages of a step with a reader on each rank twice, and rank 0 waits for rank 1 in each step
+    assert counts == {"M": 12, "X": 32, "s": 26, "f": 26, "C": counts["C"]}
+    names = {one["name"] for one in data["traceEvents"] if one["ph"] == "C"}
+    assert "forward -> backward (messages)" in names and "registers (bytes)" in names
+    first = next(one for one in data["traceEvents"] if one["ph"] == "X")
+    assert (first["name"], first["cat"], first["ts"], first["dur"]) == ("mm", "compute", 0, 10)
+    assert first["args"] == {"program": "train", "step": 0, "time": 0, "bytes": 8}
+    late = [one for one in data["traceEvents"] if one["ph"] == "X" and one["pid"] == 1]
+    assert min(one["ts"] for one in late) == 1.5
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
+def test_a_timeline_comes_back_as_it_was(timeline: Timeline, tmp_path: Path, name: str) -> None:
+    write(timeline, tmp_path / name)
+    assert read(tmp_path / name) == timeline
+    if name.endswith("gz"):
+        with gzip.open(tmp_path / name) as file:
+            assert json.load(file)["displayTimeUnit"] == "ms"
+
+
+def test_hosts_are_brought_to_one_clock(tmp_path: Path) -> None:
+    far = part(1, shift=7_000_000, host="there", clock_offset=7_000_000, clock_error=300)
+    joined = join([part(0, clock_offset=0, clock_error=0), far])
+    assert joined.clock_error == 300
+    assert {one.start for one in joined.events if one.rank == 1} == {
+        one.start for one in joined.events if one.rank == 0
+    }
+    assert join([part(0), part(1, host="there")]).clock_error is None
+    one, two = join([part(0, clock_error=0)]), join([far])
+    assert merge([one, two]) == joined
+
+
+# --- monoflow trace ------------------------------------------------------------------------------------
+
+
+def shown(*paths: Path, as_json: bool = False) -> str:
+    output = io.StringIO()
+    assert trace(paths, as_json, None, Console(file=output, width=160)) == 0
+    return output.getvalue()
+
+
+def test_the_summary(timeline: Timeline, tmp_path: Path) -> None:
+    write(timeline, tmp_path / "out.json")
+    data = json.loads(shown(tmp_path / "out.json", as_json=True))
+    assert data["num_steps"] == 2
+    assert data["step_seconds"] == pytest.approx(101.5e-6)
+    assert data["communication_seconds"] == data["exposed_communication_seconds"] == pytest.approx(80e-6)
+    assert data["exposed_communication"] == 1.0
+    assert data["bubble"] == pytest.approx((20 + 1.5) / 101.5)
+    assert data["data_wait_seconds"] == 0
+    assert data["ranks"]["1"]["seconds"] == pytest.approx(
+        {"compute": 160e-6, "communication": 40e-6, "data": 0, "host": 0, "idle": 3e-6, "outside": 98.5e-6}
+    )
+    assert data["ranks"]["0"]["seconds_by_kind"] == pytest.approx(
+        {"compute": 132e-6, "boxing": 40e-6, "accumulate": 8e-6, "optimizer": 20e-6}
+    )
+    assert data["ranks"]["0"]["peak_register_bytes"] == 100
+    assert data["most_live"]["forward -> backward"] == {"messages": 1, "slots": 1}
+    worst = data["starved"][0]
+    assert (worst["actor"], worst["register"], worst["from"]) == ("adamw", "grad_all", "all_reduce:grad")
+    assert worst["seconds"] == pytest.approx(40e-6)
+    assert data["bottleneck"].startswith("What the script does between the steps is the bottleneck (33%")
+
+
+def test_the_summary_for_people(timeline: Timeline, tmp_path: Path) -> None:
+    write(timeline, tmp_path / "out.json")
+    text = shown(tmp_path / "out.json")
+    for said in (
+        "2 ranks, 2 steps of 102 us (median), 32 firings",
+        "3 earlier firings were not kept",
+        "bubble: 21.2%",
+        "exposed communication: 100.0% of 80 us",
+        "all_reduce:grad",
+        "What the script does between the steps is the bottleneck",
+    ):
+        assert said in text, text
+    assert "hosts" not in text
+
+
+def test_files_that_are_no_trace(tmp_path: Path, run_cli: RunCli) -> None:
+    missing = run_cli("trace", "out.json", cwd=tmp_path)
+    assert missing.returncode == 1
+    assert missing.stderr == (
+        "monoflow: no trace 'out.json'; write one with `monoflow run --trace out.json script.py`\n"
+    )
+    for content, said in [
+        ('{"traceEvents": [', "is not a trace: Expecting value"),
+        ("[]", "is not a trace of monoflow"),
+        ('{"otherData": {"monoflow": {"format": 99}}}', "has format 99, this monoflow reads 1"),
+        ('{"otherData": {"monoflow": {"format": 1}}}', "is damaged: KeyError 'traceEvents'"),
+    ]:
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(FlowError, match=said):
+            read(tmp_path / "bad.json")
+    (tmp_path / "bad.json.gz").write_text("no")
+    with pytest.raises(FlowError, match="is not a trace"):
+        read(tmp_path / "bad.json.gz")
+    (tmp_path / "bad.json").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(FlowError, match="is not a trace"):
+        read(tmp_path / "bad.json")
+
+
+# --- monoflow top --------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Fires as a real one does: each step, all of `events`."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self.num_steps = 0
+        self.programs: Mapping[int, Program] = {}
+
+    def run(self) -> None:
+        for one in events(0, self.num_steps):
+            recorder = self.recorder
+            if recorder is not None:
+                recorder.record(*one[2:5], one.rank, *one[5:])
+        self.num_steps += 1
+
+
+def observer(folder: Path, trace_events: int = 0) -> Observer:
+    return Observer(folder, Settings(trace_events=trace_events))
+
+
+def test_watching_records_a_step_a_snapshot(tmp_path: Path) -> None:
+    watching, engine = observer(tmp_path / "job"), Engine()
+    watching.attach(engine, About("train", 8, 64, 1000), lambda: {"data": 500 * engine.num_steps})
+    for _ in range(50):
+        engine.run()
+    assert engine.recorder is None  # costs nothing until the next snapshot
+    (part,) = runs.parts(tmp_path / "job")
+    assert {one.step for one in part.events} == {0, 1, 2}
+    watching.publish()
+    for _ in range(50):
+        engine.run()
+    (part,) = runs.parts(tmp_path / "job")
+    assert {one.step for one in part.events if one.step > 2} == {50, 51, 52}
+    watching.publish()
+    (rank,) = read_job(tmp_path / "job")
+    (program,) = rank.snapshot["programs"]
+    assert (program["name"], program["num_steps"]) == ("train", 100)
+    assert program["tokens_per_second"] == pytest.approx(64 * program["steps_per_second"])
+    assert program["samples_per_second"] == pytest.approx(8 * program["steps_per_second"])
+    assert program["sent_per_second"]["data"] == pytest.approx(500 * program["steps_per_second"])
+    assert program["predicted_bytes"] == 1000
+    assert rank.snapshot["memory"] > 1e6
+    watching.close()
+    assert not (tmp_path / "job").exists() and engine.recorder is None
+
+
+def test_a_traced_engine_is_recorded_all_the_time(tmp_path: Path) -> None:
+    watching, engine = observer(tmp_path, trace_events=100), Engine()
+    watching.attach(engine, About("train"), dict)
+    for _ in range(50):
+        engine.run()
+    watching.publish()
+    (part,) = runs.parts(tmp_path)
+    assert (len(part.events), part.num_dropped) == (100, 300)
+    again = Engine()
+    watching.attach(again, About("train"), dict)
+    again.run()
+    watching.close()
+    (part,) = runs.parts(tmp_path)  # what a trace is made of stays
+    assert [one.program for one in part.events][-1] == "train#2"
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_an_engine_that_is_gone_is_not_watched(tmp_path: Path) -> None:
+    watching, engine = observer(tmp_path), Engine()
+    watching.attach(engine, About("train"), dict)
+    del engine
+    watching.publish()
+    assert read_job(tmp_path)[0].snapshot["programs"] == []
+    watching.close()
+
+
+def test_one_frame(tmp_path: Path) -> None:
+    watching, engine = observer(tmp_path / "job"), Engine()
+    watching.attach(engine, About("train", 8, 0, 10**9), lambda: {"data": 10**6 * engine.num_steps})
+    for _ in range(3):
+        engine.run()
+    watching.publish()
+    output = io.StringIO()
+    assert top(tmp_path / "job", True, Console(file=output, width=160)) == 0
+    text = output.getvalue()
+    for said in (
+        "1 of 1 ranks",
+        "train",
+        "samples/s",
+        "1 GB",
+        "all_reduce:grad",
+        "collectives on axis 0",
+        "80%",
+        "20%",
+    ):
+        assert said in text, text
+    snapshot = read_job(tmp_path / "job")[0].snapshot
+    quiet = io.StringIO()
+    Console(file=quiet, width=160).print(frame(read_job(tmp_path / "job"), snapshot["at"] + 60))
+    assert "silent for 60 s" in quiet.getvalue()
+    watching.close()
+    with pytest.raises(FlowError, match="no rank has told anything yet"):
+        top(tmp_path / "job", True, Console(file=io.StringIO()))
+
+
+def test_the_step_that_is_shown_is_whole() -> None:
+    assert {one.step for one in last_step([*events(0, 3), *events(0, 4)])} == {3}
+    assert {one.step for one in last_step(events(0, 4))} == {4}
+    assert last_step([]) == ()
+
+
+def test_jobs_are_found_by_process_or_folder(tmp_path: Path) -> None:
+    env = {"MONOFLOW_CACHE": str(tmp_path)}
+    with pytest.raises(FlowError, match=r"no job runs on this host \(running: none\)"):
+        runs.find(None, env)
+    own = runs.folder_of_job(env)
+    assert own == tmp_path / "runs" / f"{socket.gethostname()}-{os.getpid()}"
+    own.mkdir(parents=True)
+    assert runs.find(None, env) == runs.find(str(os.getpid()), env) == runs.find(str(own), env) == own
+    with pytest.raises(FlowError, match=rf"no job of process 1 .*running: {os.getpid()}"):
+        runs.find("1", env)
+    with pytest.raises(FlowError, match="no folder 'nowhere'"):
+        runs.find("nowhere", env)
+    assert runs.find(None, {**env, "MONOFLOW_RUN_DIR": "/x"}) == Path("/x")
+
+
+def test_what_killed_jobs_left_is_removed(tmp_path: Path) -> None:
+    env = {"MONOFLOW_CACHE": str(tmp_path)}
+    gone = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
+    )
+    left = tmp_path / "runs" / f"{socket.gethostname()}-{int(gone.stdout)}"
+    left.mkdir(parents=True)
+    other = tmp_path / "runs" / f"another-host-{int(gone.stdout)}"
+    other.mkdir()
+    for suffix in (EVENTS, NAMES, ".json"):
+        (left / f"rank00000-1{suffix}").write_text("")
+    runs.folder_of_job(env)
+    assert not left.exists() and other.exists()
+
+
+def test_summaries_of_nothing() -> None:
+    empty = summarize(Timeline((), ()))
+    assert (empty.num_steps, empty.bubble, empty.bottleneck) == (0, 0.0, "Nothing fired.")
