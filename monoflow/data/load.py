@@ -3,101 +3,21 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
-import torch
-from torch.utils import _pytree as pytree
 
-from ..errors import FlowError, LayoutError
-from ..sbp.layout import chunk_range
+from ..errors import FlowError
+from .batch import Batch
 from .blocks import BlockFiles
 from .order import FullShuffle, InOrder, Order, WindowShuffle, one_of_each_run
+from .parts import Part, Recipe, Share
 from .permute import make_key
 from .randomness import generators_kept, seed_generators
 from .source import Columns, Samples, Sequence
-
-OnError = Literal["raise", "skip"]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How samples become global batches: the same on every rank and worker. See `stream`."""
-
-    batch_size: int
-    shuffle: bool
-    seed: int
-    drop_last: bool
-    window: int
-    collate: Callable[[list[Any]], Any]
-    transform: Callable[[Any], Any] | None
-    on_error: OnError
-
-    @property
-    def window_batches(self) -> int:
-        """Batches of a window; a window holds whole batches."""
-        return max(1, self.window // self.batch_size)
-
-    def num_batches(self, num_samples: int) -> int:
-        whole, rest = divmod(num_samples, self.batch_size)
-        return whole + (1 if rest and not self.drop_last else 0)
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of the work is one reader's.
-
-    Attributes:
-        rank, num_ranks: a rank has a chunk of the rows of every batch.
-        worker, num_workers: of the rank.
-        by_rows: whether its workers share the rows of every batch (then each reads its own blocks only), or
-            take whole batches in turn.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
-    worker: int = 0
-    num_workers: int = 1
-    by_rows: bool = False
-
-    def of_worker(self, worker: int) -> Share:
-        return replace(self, worker=worker)
-
-    def has_batch(self, index: int) -> bool:
-        return self.by_rows or index % self.num_workers == self.worker
-
-    def rows(self, batch_size: int) -> tuple[int, int]:
-        """The rows of a global batch of so many, start and stop."""
-        start, stop = chunk_range(batch_size, self.num_ranks, self.rank)
-        if not self.by_rows:
-            return start, stop
-        first, last = chunk_range(stop - start, self.num_workers, self.worker)
-        return start + first, start + last
-
-    @property
-    def is_first_of_batch(self) -> bool:
-        """Whether this worker shows what an empty part of its rank looks like."""
-        return not self.by_rows or self.worker == 0
-
-
-class Part(NamedTuple):
-    """A reader's rows of a global batch.
-
-    Attributes:
-        rows: tensors in a nested container; None if other workers of the rank have all of its rows.
-        num_samples: of the global batch.
-        num_skipped: rows here whose own sample was corrupt.
-        is_last: whether it is the last batch of the epoch.
-    """
-
-    rows: Any
-    num_samples: int
-    num_skipped: int
-    is_last: bool
 
 
 def read(
@@ -137,7 +57,9 @@ def _read_by_index(
         else:
             if isinstance(source, BlockFiles):
                 source.keep(order.num_blocks(index, start, stop))
-            batch = _Batch(ids.tolist(), source.sample, source.describe, source.own_code, recipe, epoch)
+            batch = Batch(
+                ids.tolist(), source.sample, source.describe, recipe, epoch, source.own_code, source.at_once
+            )
             rows, num_skipped = batch.part(start, stop, share)
         yield Part(rows, len(ids), num_skipped, index == num_batches - 1)
 
@@ -158,7 +80,7 @@ def _read_forward(source: Sequence, recipe: Recipe, epoch: int, first: int, shar
                 continue
             places = _places(recipe, len(window), index, make_key(recipe.seed, epoch, done))
             ids = [window[place][0] for place in places.tolist()]
-            batch = _Batch(ids, fetch, _describe, False, recipe, epoch)
+            batch = Batch(ids, fetch, _describe, recipe, epoch)
             rows, num_skipped = batch.part(*share.rows(len(ids)), share)
             yield Part(rows, len(ids), num_skipped, is_last_window and index == num_batches - 1)
         done += num_batches
@@ -211,74 +133,3 @@ def _from_window(held: dict[int, Any], copies: bool, number: int) -> Any:
 
 def _describe(number: int) -> str:
     return f"sample {number} of the iterable"
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The samples of one global batch, of which some rows are loaded."""
-
-    ids: list[int]
-    fetch: Callable[[int], Any]
-    describe: Callable[[int], str]
-    own_code: bool
-    recipe: Recipe
-    epoch: int
-
-    def part(self, start: int, stop: int, share: Share) -> tuple[Any, int]:
-        """Rows start:stop, collated, and how many were skipped. No rows have the structure of some."""
-        if start < stop:
-            return self._rows(range(start, stop))
-        if not share.is_first_of_batch:
-            return None, 0
-        one, _ = self._rows(range(1))  # the structure of an empty part is that of any sample
-        return pytree.tree_map_only(torch.Tensor, lambda x: x[:0], one), 0
-
-    def _rows(self, rows: range) -> tuple[Any, int]:
-        with generators_kept():
-            found = [self._row(row) for row in rows]
-            seed_generators(self.recipe.seed, self.epoch, self.ids[0], 2)
-            batch = self.recipe.collate([sample for sample, _ in found])
-        check_collated(batch, len(found))
-        return batch, sum(skipped for _, skipped in found)
-
-    def _row(self, row: int) -> tuple[Any, bool]:
-        """The sample of a row; for a corrupt one, that of the next row of the global batch that is not."""
-        last: Exception | None = None
-        for step in range(len(self.ids)):
-            number = self.ids[(row + step) % len(self.ids)]
-            try:
-                return self._sample(number), step > 0
-            except Exception as error:
-                if self.recipe.on_error == "raise":
-                    raise FlowError(
-                        f"{self.describe(number)} cannot be loaded: {type(error).__name__}: {error}; mend or "
-                        f"remove it, or leave it out with on_error='skip'"
-                    ) from error
-                last = error
-        raise FlowError(
-            f"none of the {len(self.ids)} samples of a batch can be loaded, such as "
-            f"{self.describe(self.ids[row])}; the last one failed with {type(last).__name__}: {last}"
-        ) from last
-
-    def _sample(self, number: int) -> Any:
-        transform = self.recipe.transform
-        if self.own_code or transform is not None:
-            seed_generators(self.recipe.seed, self.epoch, number, 1)
-        sample = self.fetch(number)
-        return sample if transform is None else transform(sample)
-
-
-def check_collated(batch: Any, num_samples: int) -> None:
-    """Raises LayoutError unless every leaf is a tensor with `num_samples` along dim 0 (or None)."""
-    for path, leaf in pytree.tree_leaves_with_path(batch):
-        name = f"batch{pytree.keystr(path)}"
-        if isinstance(leaf, torch.Tensor):
-            if leaf.dim() == 0 or leaf.shape[0] != num_samples:
-                raise LayoutError(
-                    f"{name} has shape {tuple(leaf.shape)} for {num_samples} samples: collate must put "
-                    f"samples along dim 0, so that ranks can hold them apart"
-                )
-        elif leaf is not None:
-            raise LayoutError(
-                f"{name} is a {type(leaf).__name__}, not a tensor; leave it out in the dataset or collate"
-            )

@@ -18,8 +18,16 @@ def make_key(*parts: int) -> int:
     """A 64-bit key of several integers, in their order."""
     key = len(parts)
     for part in parts:
-        key = int(mix(np.array([(key * _GOLDEN + part) & _MASK], dtype=np.uint64))[0])
+        key = mix_one(key * _GOLDEN + part)
     return key
+
+
+def mix_one(x: int) -> int:
+    """`mix` of one integer, of which the low 64 bits count."""
+    x = (x + _GOLDEN) & _MASK
+    x = (x ^ (x >> 30)) * 0xBF58_476D_1CE4_E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D0_49BB_1331_11EB & _MASK
+    return x ^ (x >> 31)
 
 
 def mix(x: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,13 @@ def seed_generators(*parts: int) -> None:
     torch.default_generator.manual_seed(key)
     np.random.seed(key & 0xFFFF_FFFF)
     random.seed(key)
+
+
+def draws(seed: Sequence[int]) -> bool:
+    """Whether anything was drawn since the generators were seeded so. They move on."""
+    after = torch.rand(()).item(), np.random.rand(), random.random()
+    seed_generators(*seed)
+    return after != (torch.rand(()).item(), np.random.rand(), random.random())
 
 
 @contextlib.contextmanager

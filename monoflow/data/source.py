@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from ..errors import FlowError
 from .order import permutation
+from .randomness import draws, seed_generators
 
 
 @runtime_checkable
@@ -74,12 +75,30 @@ class Samples:
 
     def __init__(self, dataset: MapDataset) -> None:
         self.dataset = dataset
+        self._draws = False
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def sample(self, index: int) -> Any:
         return self.dataset[index]
+
+    def at_once(self, indices: list[int], seed: tuple[int, ...]) -> dict[int, Any]:
+        """The samples by torch's convention for several (Hugging Face has it), after seeding so.
+
+        None if there is no such way, if one is corrupt, or if they draw random numbers: those are for each
+        sample alone, whatever the others are.
+        """
+        many = getattr(self.dataset, "__getitems__", None)
+        if many is None or self._draws:
+            return {}
+        seed_generators(*seed)
+        try:
+            samples = many(indices)
+        except Exception:  # it is met again, for one sample
+            return {}
+        self._draws = draws(seed)
+        return {} if self._draws else dict(zip(indices, samples, strict=True))
 
     def describe(self, index: int) -> str:
         """Where a sample comes from, for an error."""

@@ -18,7 +18,8 @@ from ..errors import FlowError
 from ..tensor import default_placement, device_mesh, from_local
 from ..tensor.convert import world_size
 from .blocks import BlockFiles
-from .load import OnError, Part, Recipe, Share, read
+from .load import read
+from .parts import OnError, Part, Recipe, Share
 from .source import Columns, Dataset, Samples, Sequence, as_source
 from .workers import join_rows, pin, read_in_workers
 
@@ -210,7 +211,8 @@ def stream(
 
     In a job of several ranks each loads only its rows and the batch holds global tensors, split along
     dim 0; in one process it holds plain tensors. The samples and their order are the same, and so is what a
-    dataset or `transform` draws from torch's, NumPy's or Python's global generators. See docs/data.md.
+    dataset or `transform` draws from torch's, NumPy's or Python's global generators. Every rank makes the
+    stream with the same arguments; files are counted together then. See docs/data.md.
 
     Args:
         dataset: a tensor or array, a mapping of them (samples along dim 0), anything with len() and [index],
@@ -220,7 +222,8 @@ def stream(
         shuffle: whether the order is drawn from (seed, epoch), or that of the dataset.
         drop_last: whether a last, smaller batch is left out (it has another shape, so a step captures twice).
         collate: makes a batch from a list of samples; every tensor has the samples along dim 0, and
-            its other sizes do not depend on which samples they are. Not called for columns and tokens.
+            its other sizes do not depend on which samples they are. It draws no random numbers, unless there
+            is one rank. Not called for columns and tokens.
         transform: makes a sample from a sample, before collate; called for a reader's own rows alone.
         workers: processes of this rank that load; 0 loads when the batch is asked for. They start and end
             with each iteration.

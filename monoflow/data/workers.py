@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from ..errors import FlowError, LayoutError, RunError
-from .load import Part
+from .parts import Part
 
 _DIED = re.compile(r"DataLoader worker \(pid")
 

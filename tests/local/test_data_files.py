@@ -18,7 +18,8 @@ import torch
 from monoflow.data import Stream, arrow, parquet, stream, text, tokens, webdataset
 from monoflow.data.blocks import BlockFiles
 from monoflow.data.lines import TextLines
-from monoflow.data.load import Share, read
+from monoflow.data.load import read
+from monoflow.data.parts import Share
 from monoflow.errors import FlowError
 
 

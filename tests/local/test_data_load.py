@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from monoflow.data import Stream, stream
-from monoflow.data.load import Part, Share, read
-from monoflow.errors import FlowError
+from monoflow.data.load import read
+from monoflow.data.parts import Part, Share
+from monoflow.errors import FlowError, LayoutError
 
 SIZE = 23
 
@@ -157,6 +158,54 @@ def test_what_a_dataset_draws_leaves_the_model_alone() -> None:
         assert (torch.rand(()).item(), np.random.rand(), random.random()) == expected
         assert values(stream(dataset, 4, transform=transform)) == first
         assert values(stream(dataset, 4, transform=transform, seed=1)) != first
+
+
+def mask_some(rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows) * (torch.rand(len(rows)) > 0.5)
+
+
+def test_a_collate_that_draws_is_refused_where_it_matters() -> None:
+    data = stream(Indexed(), 4, collate=mask_some)
+    assert values(data) == over_ranks(data, 1)[0]
+    with pytest.raises(LayoutError, match=r"collate draws random numbers, .* draw them for each sample"):
+        over_ranks(data, 2)
+    assert over_ranks(stream(Indexed(), 4), 2)[1] == 0  # the plain one draws none
+
+
+class Many:
+    """torch's convention for several samples at once; from 10 on they draw, and 5 is corrupt."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        self.asked.append("many")
+        return [self.sample(index) for index in indices]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked.append("one")
+        return self.sample(index)
+
+    def sample(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise OSError("gone")
+        return torch.tensor([float(index)]) if index < 10 else torch.rand(1) + index
+
+
+def test_several_samples_at_once_if_none_draws_or_fails() -> None:
+    dataset = Many()
+    data = stream(dataset, 4, shuffle=False, on_error="skip")
+    found = values(data)
+    assert dataset.asked[:8] == ["many", "many", *["one"] * 5, "many"]  # 4, 5 and 6 for it, 6 and 7
+    assert set(dataset.asked[8:]) == {"one"}  # 10 drew: from there each sample is seeded for itself
+    assert found[:2] == [[[0], [1], [2], [3]], [[4], [6], [6], [7]]]
+    assert data.stats.skipped == 1
+    for num_ranks in (2, 3):
+        fresh = stream(Many(), 4, shuffle=False, on_error="skip")
+        assert over_ranks(fresh, num_ranks) == (found, 1)
 
 
 def test_shuffling_of_an_iterable_stays_in_its_window() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from monoflow.data import order
 from monoflow.data.order import FullShuffle, InOrder, WindowShuffle, permutation
-from monoflow.data.permute import bijection, make_key, mix
+from monoflow.data.permute import bijection, make_key, mix, mix_one
 
 
 def test_a_bijection_of_every_small_size() -> None:
@@ -49,6 +49,7 @@ def test_mix_is_splitmix64() -> None:
     """The first outputs of the reference generator (Vigna, splitmix64.c) from seed 1234567."""
     states = np.array([1234567, 1234567 + 0x9E3779B97F4A7C15], dtype=np.uint64)
     assert mix(states).tolist() == [6457827717110365317, 3203168211198807973]
+    assert [mix_one(int(state)) for state in states] == mix(states).tolist()
 
 
 def test_small_data_keep_the_order_of_recorded_curves() -> None:
