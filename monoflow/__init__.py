@@ -1,30 +1,35 @@
 """monoflow: a training step written for one device, run on any number of them, with the same numbers."""
 
 from .data import stream
-from .errors import CaptureError, FlowError, LayoutError, PlacementError, PlanError, RunError
+from .errors import CaptureError, CheckpointError, FlowError, LayoutError, PlacementError, PlanError, RunError
 from .mesh import Placement, placement
 from .runtime.launch import stop_on_interrupt
 from .runtime.world import simulate
 from .sbp import vocabulary as sbp
-from .step import Report, Step, full_state_dict, graph
+from .step import Report, Restored, Step, checkpointer, full_state_dict, graph, load, save
 from .tensor import from_local, to_global, to_local
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "FlowError",
     "LayoutError",
     "Placement",
     "PlacementError",
     "PlanError",
     "Report",
+    "Restored",
     "RunError",
     "Step",
+    "checkpointer",
     "from_local",
     "full_state_dict",
     "graph",
+    "load",
     "placement",
+    "save",
     "sbp",
     "simulate",
     "stop_on_interrupt",

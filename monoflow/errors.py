@@ -25,3 +25,7 @@ class PlanError(FlowError):
 
 class RunError(FlowError):
     """A step failed while running; the message names the task and the user's line."""
+
+
+class CheckpointError(FlowError):
+    """A checkpoint cannot be written or read, or does not fit the model; the message names file and tensor."""

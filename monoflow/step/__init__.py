@@ -1,7 +1,20 @@
 """flow.graph: the decorator and the compiled step, the face that users meet."""
 
+from .checkpoint import checkpointer, load, save
 from .decorator import Step, graph, intercept
 from .report import Deviation, Report
+from .restore import Restored
 from .store import full_state_dict
 
-__all__ = ["Deviation", "Report", "Step", "full_state_dict", "graph", "intercept"]
+__all__ = [
+    "Deviation",
+    "Report",
+    "Restored",
+    "Step",
+    "checkpointer",
+    "full_state_dict",
+    "graph",
+    "intercept",
+    "load",
+    "save",
+]

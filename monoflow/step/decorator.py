@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from ..checkpoint import Group
 from ..compiler import (
     AUTO,
     CommStats,
@@ -155,12 +156,17 @@ class Step:
         self._placement, self._plan, self._batch_stats = placement, plan, batch_stats
         self._memory = memory
         self._pins: dict[str, tuple[Sbp, ...]] = {}
-        self._versions = Versions(self._name)
+        self._versions = Versions(self.name)
         self._lock = threading.RLock()
         self._agreed: tuple[Kind, dict[str, int]] | None = None
         self._last: Compiled | None = None
         self._forms: dict[tuple[Compiled, bool], Compiled] = {}
         self._bindings: dict[Compiled, Binding] = {}
+        self._loaded_state: Callable[[], bool] | None = None
+        #: How many steps were taken, before what a checkpoint was loaded from too.
+        self.num_steps = 0
+        #: Through which ranks agree when they save and load; made when they first do.
+        self.save_group: Group | None = None
 
     # --- what a user calls -------------------------------------------------------------------------
 
@@ -168,7 +174,9 @@ class Step:
         with self._entered():
             compiled = self._compiled_for(args, kwargs)
             self._last = compiled
-            return self._run(compiled, args, kwargs)[0]
+            result = self._run(compiled, args, kwargs)[0]
+            self.num_steps += 1
+            return result
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the function eagerly, with the random numbers that the compiled step would draw.
@@ -176,12 +184,14 @@ class Step:
         With several ranks, every one runs the whole batch, so all of them must call it; state that is split
         is gathered for the call and cut again afterwards.
         """
+        self.begin_loaded_state()
         key = share_key(draw_key(), self._world(), torch.device("cpu"))
         reference = Reference(self._subject, self._function)
-        if not any(isinstance(value, DTensor) for value in live_state(self._subject).values()):
-            return reference.call(key, args, kwargs)
-        with reference.on_whole_state(write_back=True):
-            return reference.call(key, args, kwargs)
+        is_split = any(isinstance(value, DTensor) for value in live_state(self._subject).values())
+        with reference.on_whole_state(write_back=True) if is_split else nullcontext():
+            result = reference.call(key, args, kwargs)
+        self.num_steps += 1
+        return result
 
     def pin(self, pattern: str, sbp: Sbp | str | Sequence[Sbp]) -> Step:
         """Fixes how parameters, buffers, inputs or results lie; the plan fills in the rest.
@@ -253,9 +263,34 @@ class Step:
         """The plan of the step last called or compiled."""
         return self._require().plan
 
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the step last called or compiled; None before that."""
+        return self._last.plan if self._last is not None else None
+
+    @property
+    def subject(self) -> Subject:
+        """The models and optimizers that the step works on."""
+        return self._subject
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of the job that run the step as processes. Joins them if they are not yet."""
+        world = self._world()
+        return (0,) if world.simulated else self._devices(world).ranks
+
+    def load_later(self, begin: Callable[[], bool] | None) -> None:
+        """Has `begin` called once optimizer state has begun; it returns whether it began some itself."""
+        self._loaded_state = begin
+
+    def begin_loaded_state(self) -> bool:
+        """Loads the optimizer state that waits for its layout; what has not begun begins as whole tensors."""
+        begin, self._loaded_state = self._loaded_state, None
+        return begin is not None and begin()
+
     def _require(self) -> Compiled:
         if self._last is None:
-            raise FlowError(f"{self._name} has not run yet; call it once, or {self._name}.compile(batch)")
+            raise FlowError(f"{self.name} has not run yet; call it once, or {self.name}.compile(batch)")
         return self._last
 
     @property
@@ -269,7 +304,8 @@ class Step:
         return MappingProxyType(self._pins)
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The function's own name."""
         return getattr(self._function, "__name__", "the step")
 
     # --- compiling ---------------------------------------------------------------------------------
@@ -316,8 +352,8 @@ class Step:
             return self._form(found, observe)
         if self._device_type() == "meta":
             raise PlacementError(
-                f"{self._name} cannot run on meta parameters, which have no values; look at its graph with "
-                f"{self._name}.capture(batch), or give the model memory with model.to_empty(device=...)"
+                f"{self.name} cannot run on meta parameters, which have no values; look at its graph with "
+                f"{self.name}.capture(batch), or give the model memory with model.to_empty(device=...)"
             )
         with _ONE_CAPTURE, self._capturing():
             compiled = self._compile(args, kwargs, devices, world, observe)
@@ -327,6 +363,8 @@ class Step:
         self._settle(compiled, self._bound(compiled).store)
         for old in self._versions.add(kind, compiled):
             self._forget(old)
+        if self.begin_loaded_state():  # of more state than was captured
+            return self._compiled_for(args, kwargs, observe)
         return compiled
 
     def _compile(
@@ -360,7 +398,7 @@ class Step:
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
-        token = _CAPTURING.set(self._name)
+        token = _CAPTURING.set(self.name)
         try:
             yield
         finally:
@@ -371,8 +409,8 @@ class Step:
         """Within: this thread alone runs the step. Refuses a step that is called inside another."""
         if _CAPTURING.get():
             raise CaptureError(
-                f"{self._name} is called inside {_CAPTURING.get()}, which is being captured; call the "
-                f"function that it was made from, {self._name}.__wrapped__(...), or one step after the other"
+                f"{self.name} is called inside {_CAPTURING.get()}, which is being captured; call the "
+                f"function that it was made from, {self.name}.__wrapped__(...), or one step after the other"
             )
         with self._lock:
             yield
@@ -387,7 +425,7 @@ class Step:
             float(group["lr"]) for optimizer in self._subject.optimizers for group in optimizer.param_groups
         )
         parts = self._agreed[1] | {"the learning rates": digest_of(rates)}
-        check_same(parts, f"call {self._name} differently", devices, rank)
+        check_same(parts, f"call {self.name} differently", devices, rank)
 
     def _agree(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> None:
         """Sees to it that whole tensors are the same on every rank."""

@@ -22,7 +22,7 @@ TABLE = """
 | lower | mesh sbp boxing graph plan runtime |
 | compiler | mesh graph capture plan lower runtime |
 | data, checkpoint | mesh sbp tensor |
-| step | mesh sbp tensor compiler |
+| step | mesh sbp tensor compiler checkpoint |
 | oneflow | mesh sbp tensor step checkpoint data |
 | export | checkpoint runtime compiler |
 | serve | checkpoint runtime |

@@ -1,0 +1,206 @@
+"""When to save: every so many steps or minutes, and when the job is asked to end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+from .group import Group, Joined, first_does
+from .saver import Saver
+from .series import checkpoints, path_of, prune
+from .write import Contents
+
+_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Every:
+    """How often to save: `steps`, or `seconds`, or neither."""
+
+    def __init__(self, every: int | str | None) -> None:
+        self.steps = self.seconds = None
+        found = (
+            re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h)\s*", every) if isinstance(every, str) else None
+        )
+        if isinstance(every, int) and not isinstance(every, bool) and every > 0:
+            self.steps = every
+        elif found is not None and float(found[1]) > 0:
+            self.seconds = float(found[1]) * _SECONDS[found[2]]
+        elif every is not None:
+            raise CheckpointError(f'every={every!r} is neither a number of steps nor a time such as "10min"')
+
+
+class _Ballot:
+    """What the ranks want, counted while the next step runs: all get the answer one call later."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = (
+            dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=True)
+            if isinstance(group, Joined)
+            else None
+        )
+        self._cast: tuple[torch.Tensor, Any] | None = None
+
+    def cast(self, signum: int, is_due: bool) -> None:
+        votes = torch.tensor([signum, int(is_due)])
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._cast = votes, work
+
+    def result(self) -> tuple[int, bool]:
+        """The largest signal and whether a save is due, of the votes cast last."""
+        if self._cast is None:
+            return 0, False
+        votes, work = self._cast
+        self._cast = None
+        if work is not None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise CheckpointError(f"this rank lost touch with the others: {error}") from error
+        signum, is_due = votes.tolist()
+        return signum, bool(is_due)
+
+
+class Checkpointer:
+    """Saves a series of checkpoints in a directory; see `flow.checkpointer`.
+
+    Args:
+        contents: what to save, asked for between two steps.
+        number: the number of steps that were taken.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        contents: Callable[[], Contents],
+        number: Callable[[], int],
+        group: Group,
+        *,
+        every: int | str | None,
+        keep_last: int | None,
+        on_signal: bool,
+        asynchronous: bool,
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise CheckpointError(f"keep_last={keep_last}: at least the newest checkpoint is kept")
+        self.folder = str(folder)
+        self.every, self.keep_last, self.asynchronous = Every(every), keep_last, asynchronous
+        self._contents, self._number = contents, number
+        self._group, self._saver = group, Saver(group)
+        self._last = time.monotonic()
+        self._signum = 0
+        self._previous: dict[int, Any] = {}
+        self._votes = on_signal or self.every.seconds is not None
+        self._ballot = _Ballot(group) if self._votes else None
+        first_does(group, lambda: prune(self.folder, None))
+        if on_signal and threading.current_thread() is threading.main_thread():
+            self._previous = {one: signal.signal(one, self._on_signal) for one in _SIGNALS}
+
+    @property
+    def latest(self) -> str | None:
+        """The path of the newest complete checkpoint."""
+        found = checkpoints(self.folder)
+        return found[-1][1] if found else None
+
+    @property
+    def saver(self) -> Saver:
+        return self._saver
+
+    def after_step(self) -> bool:
+        """To be called by every rank after each step; saves if it is time to. Returns whether it did.
+
+        Raises:
+            CheckpointError: a save failed.
+            SystemExit, KeyboardInterrupt: after saving, when a rank got SIGTERM or SIGINT.
+        """
+        signum, is_due = self._ballot.result() if self._ballot is not None else (0, False)
+        if signum:
+            self.save(wait=True)
+            self._stop(signum)
+        number = self._number()
+        if is_due or (self.every.steps is not None and number % self.every.steps == 0):
+            self.save()
+            saved = True
+        else:
+            saved = False
+        if self._ballot is not None:
+            seconds = self.every.seconds
+            late = seconds is not None and time.monotonic() - self._last >= seconds
+            self._ballot.cast(self._signum, late and self._group.rank == self._group.ranks[0])
+        return saved
+
+    def save(self, wait: bool = False) -> str:
+        """Saves now, between two steps; every rank calls it. Returns the path.
+
+        Args:
+            wait: return only when the checkpoint is in its place.
+        """
+        path = path_of(self.folder, self._number())
+        act = self._saver.start if self.asynchronous and not wait else self._saver.save
+        act(path, self._contents(), lambda: prune(self.folder, self.keep_last))
+        self._last = time.monotonic()
+        return path
+
+    def wait(self) -> None:
+        """Waits for a save under way. Raises CheckpointError if it failed."""
+        self._saver.wait()
+
+    def close(self) -> None:
+        """Waits for a save under way, and gives SIGTERM and SIGINT back. Every rank calls it.
+
+        If a signal came after the last step, that is saved too, and the signal raised.
+        """
+        self._restore()
+        self._saver.wait()
+        if self._ballot is None:
+            return
+        self._ballot.result()
+        if signum := max(self._group.gather(self._signum)):
+            self.save(wait=True)
+            self._stop(signum)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        self._restore()
+        try:
+            self._saver.wait()
+        except CheckpointError as other:
+            if error is not None:
+                error.add_note(f"besides, a checkpoint was not saved: {other}")
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._signum:  # the second one does what it did before
+            self._restore()
+            signal.raise_signal(signum)
+        self._signum = signum
+
+    def _restore(self) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous = {}
+
+    def _stop(self, signum: int) -> NoReturn:
+        self._restore()
+        self._signum = 0
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signum)

@@ -1,0 +1,63 @@
+"""The bytes of files: below a directory, or below an fsspec URL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .remote import is_url, open_url
+
+
+class LocalBytes:
+    """Files of a directory; each is opened once, so that what is read is what was opened."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.root = Path(root)
+        self._opened: dict[str, int] = {}
+
+    def size(self, file: str) -> int | None:
+        try:
+            return os.fstat(self._descriptor(file)).st_size
+        except FileNotFoundError:
+            return None
+
+    def read(self, file: str, offset: int, count: int) -> bytearray:
+        data = bytearray(count)
+        left, at = memoryview(data), offset
+        while left:
+            got = os.preadv(self._descriptor(file), [left], at)
+            if not got:
+                raise CheckpointError(f"{self.root / file} ends at byte {at}, {offset + count} were expected")
+            left, at = left[got:], at + got
+        return data
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._opened:
+            self._opened[file] = os.open(self.root / file, os.O_RDONLY)
+        return self._opened[file]
+
+    def __del__(self) -> None:
+        for descriptor in self._opened.values():
+            os.close(descriptor)
+
+
+class RemoteBytes:
+    """Objects below an fsspec URL."""
+
+    def __init__(self, url: str) -> None:
+        self.system, self.root = open_url(url.rstrip("/"))
+
+    def size(self, file: str) -> int | None:
+        try:
+            return int(self.system.info(f"{self.root}/{file}")["size"])
+        except FileNotFoundError:
+            return None
+
+    def read(self, file: str, offset: int, count: int) -> bytes:
+        return self.system.cat_file(f"{self.root}/{file}", start=offset, end=offset + count)
+
+
+def bytes_at(path: str | Path) -> LocalBytes | RemoteBytes:
+    """The files of a directory or URL."""
+    return RemoteBytes(str(path)) if is_url(str(path)) else LocalBytes(str(path).removeprefix("file://"))

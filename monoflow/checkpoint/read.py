@@ -1,0 +1,200 @@
+"""Reading a checkpoint: its index, any box of any tensor, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+from .arrange import PIECE
+from .boxes import Box, describe, extents, meet, num_elements, runs, within
+from .files import bytes_at
+from .index import INDEX, Entry, Index, Stored, checksum
+from .local import bytes_of
+
+#: Shorter runs are read together with what lies between them.
+_SHORT = 16 * 2**10
+
+
+class Wanted(NamedTuple):
+    """A tensor that is asked for by name."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """Tensors by name, of which any box can be read."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def tensors(self) -> Mapping[str, Wanted]: ...
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Everything that is no tensor."""
+        ...
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another program wrote it: it may hold the model alone, in another floating dtype."""
+        ...
+
+    def text(self, name: str) -> str | None:
+        """A small file that belongs to it; None if it has none of that name."""
+        ...
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        """A box of a tensor, on the CPU. At most a piece is asked for at once."""
+        ...
+
+    def faults(self, names: Iterable[str], share: int, num_shares: int) -> list[str]:
+        """What is wrong with the stored bytes of some tensors; looks at one share of them."""
+        ...
+
+
+class Checkpoint:
+    """A checkpoint that monoflow wrote.
+
+    Args:
+        path: a directory or an fsspec URL.
+
+    Raises:
+        CheckpointError: there is none, or its index is damaged or of another version.
+    """
+
+    is_foreign = False
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self.files = bytes_at(path)
+        self.index = Index.parse(self._index_bytes(), f"{self.path}/{INDEX}")
+        self.meta = self.index.meta
+        self.tensors = {name: Wanted(one.shape, one.dtype) for name, one in self.index.tensors.items()}
+
+    def _index_bytes(self) -> bytes:
+        size = self.files.size(INDEX)
+        if size is None:
+            raise CheckpointError(f"{self.path} is no checkpoint: it has no {INDEX}")
+        return bytes(self.files.read(INDEX, 0, size))
+
+    def text(self, name: str) -> str | None:
+        """A small file; None if the checkpoint has none of that name."""
+        if name not in self.index.files:
+            return None
+        return bytes(self.files.read(name, 0, self.index.files[name].size)).decode()
+
+    # --- verifying ---------------------------------------------------------------------------------
+
+    def faults(self, names: Iterable[str], share: int = 0, num_shares: int = 1) -> list[str]:
+        """What is wrong with files and stored bytes; empty if nothing is.
+
+        Args:
+            names: the tensors to look at.
+            share, num_shares: which part of the bytes is read; sizes and heads are looked at in share 0.
+        """
+        stored = {name: self.index.tensors[name] for name in names}
+        found = list(self._file_faults(stored)) if share == 0 else []
+        every = [
+            (name, entry, piece)
+            for name, one in stored.items()
+            for entry in one.entries
+            for piece in entry.pieces
+        ]
+        for number, (name, entry, piece) in enumerate(every):
+            if number % num_shares == share and self._is_there(name, entry):
+                data = bytes_of(self._read_entry(stored[name].dtype, entry, piece.box))
+                if (got := checksum(data)) != piece.checksum:
+                    where = describe(piece.box, stored[name].shape)
+                    found.append(
+                        f"{self.path}/{entry.file}: {name}{where} is damaged: its checksum is {got}, "
+                        f"{piece.checksum} was written"
+                    )
+        return found
+
+    def _is_there(self, name: str, entry: Entry) -> bool:
+        size = self.files.size(entry.file)
+        return size is not None and size >= entry.offset + self._entry_bytes(name, entry)
+
+    def _entry_bytes(self, name: str, entry: Entry) -> int:
+        return num_elements(entry.box) * self.index.tensors[name].dtype.itemsize
+
+    def _file_faults(self, stored: Mapping[str, Stored]) -> Iterator[str]:
+        """Files that are missing, short or begin wrongly, and what is lost with them."""
+        for file, info in self.index.files.items():
+            inside = [(name, e) for name, one in stored.items() for e in one.entries if e.file == file]
+            if not inside and info.head < info.size:
+                continue
+            size = self.files.size(file)
+            if size is None:
+                lost = [name for name, _ in inside]
+                yield f"{self.path}/{file} is missing" + f"; it holds {some_of(lost)}" * bool(lost)
+            elif size != info.size:
+                lost = [name for name, e in inside if e.offset + self._entry_bytes(name, e) > size]
+                yield (
+                    f"{self.path}/{file} has {size:,} bytes, {info.size:,} were written"
+                    + f"; {some_of(lost)} lost" * bool(lost)
+                )
+            elif checksum(self.files.read(file, 0, info.head)) != info.checksum:
+                yield f"{self.path}/{file} is damaged in its first {info.head:,} bytes"
+        for name, one in stored.items():
+            covered = sum(num_elements(piece.box) for entry in one.entries for piece in entry.pieces)
+            if covered != math.prod(one.shape):
+                yield f"{self.path}/{INDEX} has {covered} of the {math.prod(one.shape)} elements of {name}"
+
+    # --- reading -----------------------------------------------------------------------------------
+
+    def read(self, name: str, box: Box) -> torch.Tensor:
+        one = self.index.tensors[name]
+        made = torch.empty(extents(box), dtype=one.dtype)
+        for entry in one.entries:
+            if (shared := meet(box, entry.box)) is not None:
+                made[within(shared, box)] = self._read_entry(one.dtype, entry, shared)
+        return made
+
+    def _read_entry(self, dtype: torch.dtype, entry: Entry, box: Box) -> torch.Tensor:
+        """A box of an entry, run by run, or a stretch of the file at a time where runs are short."""
+        starts, length = runs(box, entry.box)
+        size = dtype.itemsize
+        if len(starts) == 1:
+            data = self.files.read(entry.file, entry.offset + int(starts[0]) * size, length * size)
+            return _as_tensor(data, dtype, extents(box))
+        num_bytes = length * size
+        made = bytearray(len(starts) * num_bytes)
+        step = _runs_at_once(starts, num_bytes, size)
+        for first in range(0, len(starts), step):
+            some = (starts[first : first + step] * size).tolist()
+            count = some[-1] + num_bytes - some[0]
+            data = memoryview(self.files.read(entry.file, entry.offset + some[0], count))
+            for number, start in enumerate(some, first):
+                at = start - some[0]
+                made[number * num_bytes : (number + 1) * num_bytes] = data[at : at + num_bytes]
+        return _as_tensor(made, dtype, extents(box))
+
+
+def _runs_at_once(starts: np.ndarray, num_bytes: int, itemsize: int) -> int:
+    """How many runs to read as one stretch: of short ones, as many as fit in a piece with all between."""
+    if num_bytes >= _SHORT:
+        return 1
+    gap = int(np.max(np.diff(starts))) * itemsize
+    return max(1, (PIECE - num_bytes) // max(gap, 1))
+
+
+def _as_tensor(data: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    if isinstance(data, bytes):
+        data = bytearray(data)  # torch warns of memory that cannot be written
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def some_of(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,65 @@
+"""A directory of checkpoints, one folder a step: `step-0000000100`; the newest, and those no longer kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from .index import INDEX
+from .local import clean, recover
+from .remote import is_url, open_url
+
+_NAME = re.compile(r"step-(\d+)$")
+
+
+def path_of(folder: str, number: int) -> str:
+    """Where the checkpoint of a step is."""
+    return f"{str(folder).rstrip('/')}/step-{number:010}"
+
+
+def checkpoints(folder: str | Path) -> list[tuple[int, str]]:
+    """The complete checkpoints of a directory or URL: step and path, oldest first."""
+    found = []
+    if is_url(str(folder)):
+        system, root = open_url(str(folder).rstrip("/"))
+        system.invalidate_cache()
+        names = system.ls(root, detail=False) if system.exists(root) else []
+        complete = [name for name in names if _NAME.search(name) and system.exists(f"{name}/{INDEX}")]
+        found = [(_number(name), f"{str(folder).rstrip('/')}/{name.rsplit('/', 1)[-1]}") for name in complete]
+    elif Path(folder).is_dir():
+        found = [
+            (_number(one.name), str(one))
+            for one in Path(folder).iterdir()
+            if _NAME.match(one.name) and (one / INDEX).exists()
+        ]
+    return sorted(found)
+
+
+def _number(name: str) -> int:
+    found = _NAME.search(name)
+    assert found is not None, name
+    return int(found[1])
+
+
+def prune(folder: str | Path, keep_last: int | None) -> None:
+    """Removes what interrupted saves left, and all but the newest checkpoints. For one process at a time.
+
+    Args:
+        keep_last: how many stay; None for all.
+    """
+    if not is_url(str(folder)):
+        for left in Path(folder).glob("step-*.*-*"):
+            own = left.with_name(left.name.split(".")[0])
+            recover(own)
+            clean(own)
+    old = checkpoints(folder)[:-keep_last] if keep_last else []
+    for _, path in old:
+        if is_url(path):
+            system, root = open_url(path)
+            system.rm_file(f"{root}/{INDEX}")  # without it, it is no checkpoint
+            system.rm(root, recursive=True)
+        else:
+            aside = Path(f"{path}.tmp-removed")
+            Path(path).rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,118 @@
+"""flow.save, flow.load and flow.checkpointer: checkpoints of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import Checkpointer, Saver, group_of, open_together
+from .contents import contents_of
+from .decorator import Step
+from .restore import Restored, restore
+
+
+def save(path: str | Path, step: Step, *, stream: Any = None, extra: Mapping[str, Any] | None = None) -> None:
+    """Saves everything that the next step depends on. All ranks call it, between two steps.
+
+    A checkpoint holds global tensors, so it loads into any other placement and plan. Each rank writes its
+    parts. What was at `path` stays as it is until the new one is complete.
+
+    Args:
+        path: a directory that all ranks see, or an fsspec URL such as "s3://bucket/run/last".
+        step: what `flow.graph` made. Its parameters, buffers, optimizers, step count and random state are
+            saved.
+        stream: what `flow.stream` made, or anything with state_dict() and load_state_dict().
+        extra: numbers, text, lists, dicts and tensors by name, the same on every rank; and objects with
+            state_dict() and load_state_dict(), such as a learning rate scheduler.
+
+    Raises:
+        CheckpointError: some rank could not write its part; the same error on all ranks.
+    """
+    Saver(_group(step)).save(path, contents_of(step, stream, extra))
+
+
+def load(
+    path: str | Path,
+    step: Step,
+    *,
+    stream: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    verify: bool = True,
+) -> Restored:
+    """Loads a checkpoint into a step, in place. All ranks call it, before the step's first call or later.
+
+    Each rank reads its parts. Every byte is verified before the first tensor changes, and a checkpoint that
+    does not fit changes nothing.
+
+    Args:
+        path: a checkpoint; a directory of them, of which the newest is loaded; a directory of Hugging Face
+            safetensors or of torch.distributed.checkpoint; or a state dict in a .safetensors or .pt file.
+            What other programs wrote may hold the model alone, and its floating dtypes may differ.
+        stream: moved to where it was.
+        extra: the objects with a state that were saved as `extra`, by the same names.
+        verify: whether checksums are compared; without, bytes are read once.
+
+    Returns:
+        the step count, what else was saved as `extra`, and the plan's JSON.
+
+    Raises:
+        CheckpointError: it is damaged, or does not fit model, optimizer or stream; the message lists how.
+    """
+    group = _group(step)
+    return restore(step, open_together(path, group), group, stream, extra, verify)
+
+
+def checkpointer(
+    path: str | Path,
+    step: Step,
+    *,
+    stream: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    every: int | str | None = None,
+    keep_last: int | None = 3,
+    on_signal: bool = True,
+    asynchronous: bool = True,
+) -> Checkpointer:
+    """Saves a series of checkpoints, `path/step-0000000100`, while training goes on. All ranks call it.
+
+    ```python
+    with flow.checkpointer("runs/gpt", train_step, stream=batches, every="10min") as checkpoints:
+        if checkpoints.latest:
+            flow.load(checkpoints.latest, train_step, stream=batches)
+        for batch in batches:
+            loss = train_step(batch)
+            checkpoints.after_step()
+    ```
+
+    Args:
+        path: a directory that all ranks see, or an fsspec URL.
+        stream, extra: as in `save`.
+        every: steps, or a time such as "90s", "10min", "2h"; None to save only when asked, or on a signal.
+        keep_last: how many checkpoints stay; None for all.
+        on_signal: whether SIGTERM or SIGINT to any rank makes all ranks save after the same step, and then
+            end (SystemExit 143, KeyboardInterrupt). A second signal does what it did before.
+        asynchronous: whether a rank copies its share to the host and a thread writes it. One copy at most:
+            the next save waits for the one before.
+
+    Raises:
+        CheckpointError: an argument makes no sense.
+    """
+    return Checkpointer(
+        path,
+        lambda: contents_of(step, stream, extra),
+        lambda: step.num_steps,
+        group_of(step.ranks),
+        every=every,
+        keep_last=keep_last,
+        on_signal=on_signal,
+        asynchronous=asynchronous,
+    )
+
+
+def _group(step: Step):
+    """The step's own group for saving and loading, made at the first time."""
+    ranks = step.ranks
+    if step.save_group is None or tuple(step.save_group.ranks) != ranks:
+        step.save_group = group_of(ranks)
+    return step.save_group
