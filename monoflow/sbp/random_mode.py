@@ -64,9 +64,19 @@ def random_or(key: torch.Tensor, func: Callable, args: Sequence, kwargs: dict[st
         if kwargs.pop("generator", None) is not None:
             raise _refusal(func, "from a generator of its own")
         return form(key, *args, **kwargs)
-    if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and func not in _DETERMINISTIC:
+    if is_random(func):
         raise _refusal(func, "in a form")
     return func(*args, **kwargs)
+
+
+def is_random(func: Callable) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and func not in _DETERMINISTIC
+
+
+def has_form(func: Callable) -> bool:
+    """Whether a random op has a layout-independent form."""
+    return func in _FORMS
 
 
 def _refusal(func: Callable, how: str) -> CaptureError:

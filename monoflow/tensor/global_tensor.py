@@ -51,7 +51,7 @@ def to_global(x: torch.Tensor, placement: Placement, sbp: SbpLike) -> DTensor:
         PlacementError: this rank is not in the placement.
     """
     nd_sbp = as_nd_sbp(sbp, placement)
-    _check_fits(x.shape, nd_sbp, placement)
+    check_fits(x.shape, nd_sbp, placement)
     mesh = device_mesh(placement)
     if isinstance(x, DTensor):
         blocked = any(_blocks(one) > 1 for one in (*nd_sbp, *from_placements(x.placements)))
@@ -73,7 +73,8 @@ def _blocks(one: Sbp) -> int:
     return one.blocks if isinstance(one, Split) else 1
 
 
-def _check_fits(shape: Sequence[int], nd_sbp: NdSbp, placement: Placement) -> None:
+def check_fits(shape: Sequence[int], nd_sbp: NdSbp, placement: Placement) -> None:
+    """Raises LayoutError if a tensor of a shape cannot be laid out so."""
     for axis, one in enumerate(nd_sbp):
         if isinstance(one, Split):
             if one.dim >= len(shape):
