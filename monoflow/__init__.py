@@ -6,8 +6,9 @@ from .mesh import Placement, placement
 from .runtime.launch import stop_on_interrupt
 from .runtime.world import simulate
 from .sbp import vocabulary as sbp
-from .step import Report, Restored, Step, checkpointer, full_state_dict, graph, load, save
+from .step import Report, Restored, Step, checkpointer, full_state_dict, graph, load, materialize, save
 from .tensor import from_local, to_global, to_local
+from .tensor.lazy import lazy
 
 __version__ = "0.1.0"
 
@@ -27,7 +28,9 @@ __all__ = [
     "from_local",
     "full_state_dict",
     "graph",
+    "lazy",
     "load",
+    "materialize",
     "placement",
     "save",
     "sbp",

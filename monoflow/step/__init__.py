@@ -2,6 +2,7 @@
 
 from .checkpoint import checkpointer, load, save
 from .decorator import Step, graph, intercept
+from .materialize import materialize
 from .report import Deviation, Report
 from .restore import Restored
 from .store import full_state_dict
@@ -16,5 +17,6 @@ __all__ = [
     "graph",
     "intercept",
     "load",
+    "materialize",
     "save",
 ]

@@ -46,6 +46,7 @@ from ..sbp.vocabulary import parse
 from ..tensor import device_mesh
 from .agree import check_alike, check_same, digest_of, make_alike
 from .binding import Binding
+from .materialize import fill, fill_attributes, meant_device
 from .planning import Wish, make_plan
 from .reference import Reference, live_state
 from .report import Report, compare
@@ -185,6 +186,7 @@ class Step:
         is gathered for the call and cut again afterwards.
         """
         self.begin_loaded_state()
+        self._fill_whole()
         key = share_key(draw_key(), self._world(), torch.device("cpu"))
         reference = Reference(self._subject, self._function)
         is_split = any(isinstance(value, DTensor) for value in live_state(self._subject).values())
@@ -317,7 +319,7 @@ class Step:
         if self._placement is not None:
             return self._placement.device_type
         for param in self._subject.params.values():
-            return param.device.type
+            return meant_device(param).type
         return "cpu"
 
     def _devices(self, world: World) -> Placement:
@@ -353,11 +355,16 @@ class Step:
         if self._device_type() == "meta":
             raise PlacementError(
                 f"{self.name} cannot run on meta parameters, which have no values; look at its graph with "
-                f"{self.name}.capture(batch), or give the model memory with model.to_empty(device=...)"
+                f"{self.name}.capture(batch), build the model in flow.lazy(), or give it memory with "
+                "model.to_empty(device=...)"
             )
+        fill_attributes(self._subject)
         with _ONE_CAPTURE, self._capturing():
             compiled = self._compile(args, kwargs, devices, world, observe)
         self._forms[compiled, observe] = compiled
+        placement = compiled.plan.placement
+        if fill(self._subject, self._bound(compiled).store, compiled.plan.inputs, _device(placement)):
+            kind = kind_of(world, self._subject, args, kwargs)
         if several:
             self._agree(compiled, args, kwargs, world.rank)
         self._settle(compiled, self._bound(compiled).store)
@@ -456,6 +463,12 @@ class Step:
                 store.settle(slot, layouts[name], True)
             else:
                 slot.put(store.wrapped(value, layouts[name], meta.shape))
+
+    def _fill_whole(self) -> None:
+        """Gives a lazily built model its memory, whole."""
+        world = self._world()
+        devices = self._devices(world)
+        fill(self._subject, Store(devices, world.hosted(devices), world.simulated), {}, _device(devices))
 
     def _drop(self) -> None:
         """Forgets what was compiled: it is for other modules or other pins."""
