@@ -84,7 +84,7 @@ def run(job: Job) -> int:
         return _run_ranks(job, command)
     finally:
         if job.trace is not None:
-            _write_trace(folder, job.trace)
+            write_trace(folder, job.trace)
         runs.clear(folder)
 
 
@@ -104,7 +104,7 @@ def _run_ranks(job: Job, command: Sequence[str]) -> int:
     return 0
 
 
-def _write_trace(folder: Path, path: Path) -> None:
+def write_trace(folder: Path, path: Path) -> None:
     """Joins what the ranks of this host recorded, also of those that died, into one file."""
     timeline = join(runs.parts(folder))
     if not timeline.events:

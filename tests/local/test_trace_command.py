@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from monoflow.cli import runs
+from monoflow.cli.run import Job, write_trace
 from monoflow.cli.timeline import Timeline, join, merge, read, write
 from monoflow.cli.top import frame, last_step, read_job, top
 from monoflow.cli.trace import summarize, trace
@@ -229,6 +230,26 @@ def test_files_that_are_no_trace(tmp_path: Path, run_cli: RunCli) -> None:
     (tmp_path / "bad.json").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(FlowError, match="is not a trace"):
         read(tmp_path / "bad.json")
+
+
+def test_a_trace_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    with pytest.raises(FlowError, match=r"--trace no/out\.json: there is no folder no"):
+        Job(1, str(script), (), (), Path("no/out.json"))
+    with pytest.raises(FlowError, match="--trace-events 0: at least 1"):
+        Job(1, str(script), (), (), tmp_path / "out.json", 0)
+    write_trace(tmp_path, tmp_path / "out.json")
+    assert capsys.readouterr().err == f"monoflow: no step ran, so {tmp_path}/out.json is not written\n"
+
+
+def test_ranks_of_another_host_have_a_file_of_their_own(tmp_path: Path) -> None:
+    watching, engine = Observer(tmp_path, Settings(rank=8, trace_events=10)), Engine()
+    watching.attach(engine, About("train"), dict)
+    engine.run()
+    watching.close()
+    write_trace(tmp_path, tmp_path / "out.json")
+    assert read(tmp_path / "out.rank8.json").hosts == {8: socket.gethostname()}
 
 
 # --- monoflow top --------------------------------------------------------------------------------------
