@@ -185,8 +185,8 @@ class Step:
         With several ranks, every one runs the whole batch, so all of them must call it; state that is split
         is gathered for the call and cut again afterwards.
         """
-        self.begin_loaded_state()
         self._fill_whole()
+        self.begin_loaded_state()
         key = share_key(draw_key(), self._world(), torch.device("cpu"))
         reference = Reference(self._subject, self._function)
         is_split = any(isinstance(value, DTensor) for value in live_state(self._subject).values())

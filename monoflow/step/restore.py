@@ -1,7 +1,7 @@
 """Loading: a checkpoint of any layout into a live step of any other, in place.
 
 Everything is compared and verified before the first live tensor is written. State of an optimizer that has
-not begun is read when it begins, when its layout is known.
+not begun is read when it begins, when its layout is known; so is a model of `flow.lazy` without memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def restore(
     together(group, lambda: _put_objects(decode(meta.get("stream"), tensor), found, stream, extra or {}))
     _put_tensors(source, subject, live, names, group)
     _put_rest(step, subject, meta, tensor)
-    step.load_later(_waiting(step, source, subject, live, group))
+    step.load_later(_waiting(step, source, subject, live, names, group))
     kept = {key: one["value"] for key, one in found.items() if not one["stateful"]}
     return Restored(step.num_steps, kept, source.text(PLAN))
 
@@ -183,8 +183,11 @@ def _put_tensors(
     source: Source, subject: Subject, live: Live, names: Mapping[str, str], group: Group
 ) -> None:
     with torch.no_grad():
-        fill(source, {names[name]: value for name, value in live.model.items()}, group)
-        fill(source, {name: live.buffers[name] for name in _own(live.buffers, source)}, group)
+        fill(
+            source,
+            _of_model(source, live, names, [name for name in names if not live.model[name].is_meta]),
+            group,
+        )
         fill(source, {name: live.state[name] for name in _own(live.state, source)}, group)
     if source.is_foreign and not _state_names(source):
         return
@@ -196,8 +199,18 @@ def _put_tensors(
                 optimizer.state.pop(param, None)
 
 
+def _of_model(
+    source: Source, live: Live, names: Mapping[str, str], some: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """Some parameters and persistent buffers by their names in the source, and the other buffers there."""
+    others = {name: live.buffers[name] for name in _own(live.buffers, source)}
+    return {names[name]: live.model[name] for name in some} | {
+        name: value for name, value in others.items() if not value.is_meta
+    }
+
+
 def _put_rest(step: Step, subject: Subject, meta: Mapping[str, Any], tensor: Any) -> None:
-    step.num_steps = int(meta.get("step", 0))
+    step.num_steps = int(meta.get("step", step.num_steps))
     for optimizer, groups in zip(
         subject.optimizers, decode(meta.get("optimizers", []), tensor), strict=False
     ):
@@ -223,16 +236,26 @@ def _put_rest(step: Step, subject: Subject, meta: Mapping[str, Any], tensor: Any
 
 
 def _waiting(
-    step: Step, source: Source, subject: Subject, live: Live, group: Group
+    step: Step, source: Source, subject: Subject, live: Live, stored: Mapping[str, str], group: Group
 ) -> Callable[[], bool] | None:
-    """Loads the state that has not begun yet, once it has; None if there is none to wait for."""
+    """Loads the state that has not begun yet, once it has; None if there is none to wait for.
+
+    Args:
+        stored: name here -> name in the source, of the model's. What has no memory waits too.
+    """
     names = [name for name in _state_names(source) if name not in live.state]
-    if not names:
+    unborn = [name for name in stored if live.model[name].is_meta]
+    if not names and not unborn:
         return None
 
     def begin() -> bool:
         """Returns whether some of it had not begun: that was put as whole tensors."""
-        begun = live_tensors(subject).state
+        now = live_tensors(subject)
+        born = [name for name in unborn if not now.model[name].is_meta]
+        if born:
+            with torch.no_grad():
+                fill(source, _of_model(source, now, stored, born), group)
+        begun = now.state
         ready = {name: begun[name] for name in names if name in begun}
         if found := misfits(source, {name: _wanted(value) for name, value in ready.items()}):
             raise CheckpointError(f"{source.path} does not fit {step.name}:\n" + "\n".join(found))
