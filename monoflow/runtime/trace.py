@@ -259,7 +259,7 @@ _SENTENCES = {
     "data": "Data is the bottleneck: compute waits for sources and copies",
     "host": "Host work is the bottleneck: compute waits for sinks and writers",
     "idle": "Waiting is the bottleneck: within steps, ranks have nothing that could run (the bubble)",
-    "outside": "What the script does between the steps is the bottleneck",
+    "outside": "What the script does between the steps, such as fetching a batch, is the bottleneck",
 }
 
 

@@ -191,7 +191,9 @@ def test_the_summary(timeline: Timeline, tmp_path: Path) -> None:
     worst = data["starved"][0]
     assert (worst["actor"], worst["register"], worst["from"]) == ("adamw", "grad_all", "all_reduce:grad")
     assert worst["seconds"] == pytest.approx(40e-6)
-    assert data["bottleneck"].startswith("What the script does between the steps is the bottleneck (33%")
+    assert data["bottleneck"].startswith(
+        "What the script does between the steps, such as fetching a batch, is the bottleneck (33%"
+    )
 
 
 def test_the_summary_for_people(timeline: Timeline, tmp_path: Path) -> None:
@@ -203,7 +205,7 @@ def test_the_summary_for_people(timeline: Timeline, tmp_path: Path) -> None:
         "bubble: 21.2%",
         "exposed communication: 100.0% of 80 us",
         "all_reduce:grad",
-        "What the script does between the steps is the bottleneck",
+        "What the script does between the steps, such as fetching a batch, is the bottleneck",
     ):
         assert said in text, text
     assert "hosts" not in text

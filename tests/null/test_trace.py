@@ -156,7 +156,10 @@ def test_every_moment_of_a_rank_is_counted_once() -> None:
             "Communication that no compute hides is the bottleneck (35% of the time; compute has 50%).",
         ),
         ({0: Breakdown(40, 10, 50, 0, 0, 0)}, "Data is the bottleneck: compute waits for sources and copies"),
-        ({0: Breakdown(40, 0, 0, 0, 0, 60)}, "What the script does between the steps is the bottleneck"),
+        (
+            {0: Breakdown(40, 0, 0, 0, 0, 60)},
+            "What the script does between the steps, such as fetching a batch, is the bottleneck",
+        ),
         (
             {0: Breakdown(30, 70, 0, 0, 0, 0), 1: Breakdown(90, 10, 0, 0, 0, 0)},
             "Rank 1 is the bottleneck: it computes 1.50 times as long as the mean rank",
