@@ -11,6 +11,7 @@ from torch import fx
 from ..boxing.collectives import AxisMove, run_local
 from ..graph.step_graph import metas_of, output_paths
 from ..plan.donate import IN_PLACE, Donations, donations, overwritten
+from ..plan.parts import Parts
 from ..plan.plan import Plan
 from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
 from ..runtime.program import Port, Program, Register, Task, task_module, verify
@@ -43,11 +44,17 @@ def lower(
     """
     rules = RuleBook() if rules is None else rules
     made = schedule(plan, observe)
-    segments = _segments(made)
-    given = donations(plan, made, [segment.items for segment in segments])
-    programs = {
-        rank: _RankLowering(plan, made, segments, given, rules, rank, device).program() for rank in ranks
-    }
+    parts = Parts(made)
+    cuts: dict[tuple[int, ...], tuple[Schedule, list[_Segment], Donations]] = {}  # by stage
+    programs = {}
+    for rank in ranks:
+        coordinate = plan.placement.coordinate(rank)
+        key = parts.key(coordinate)
+        if key not in cuts:
+            own = parts.of(coordinate)
+            segments = _segments(own)
+            cuts[key] = own, segments, donations(plan, own, [segment.items for segment in segments])
+        programs[rank] = _RankLowering(plan, *cuts[key], rules, rank, device).program()
     return Lowered(plan, programs, made)
 
 
@@ -76,23 +83,15 @@ def _segments(made: Schedule) -> list[_Segment]:
     last_use: dict[LaidOut, int] = {one: len(segments) for _, one in made.outputs}
     for position, segment in enumerate(segments):
         for item in segment.items:
-            for value in _reads(item):
+            for value in item.inputs:
                 last_use[value] = max(last_use.get(value, 0), position)
     for position, segment in enumerate(segments):
-        own = {value for item in segment.items for value in _writes(item)}
-        segment.reads = list(dict.fromkeys(v for item in segment.items for v in _reads(item) if v not in own))
+        own = {value for item in segment.items for value in item.outputs}
+        segment.reads = list(dict.fromkeys(v for item in segment.items for v in item.inputs if v not in own))
         segment.writes = [
-            value for item in segment.items for value in _writes(item) if last_use.get(value, -1) > position
+            value for item in segment.items for value in item.outputs if last_use.get(value, -1) > position
         ]
     return segments
-
-
-def _reads(item: Op | Box) -> Sequence[LaidOut]:
-    return item.inputs if isinstance(item, Op) else (item.source,)
-
-
-def _writes(item: Op | Box) -> Sequence[LaidOut]:
-    return item.outputs if isinstance(item, Op) else (item.target,)
 
 
 class _RankLowering:
@@ -148,9 +147,9 @@ class _RankLowering:
         reads = tuple(self.register_of[value] for value in segment.reads)
         box = segment.collective
         if box is not None:
-            target = self._register(box.target)
+            targets = tuple(self._register(value) for value in box.outputs)
             name = f"{box.move.kind}:{box.source.name}"
-            return Task(position, name, str(box.phase), reads, (target,), move=box.move, order=position)
+            return Task(position, name, str(box.phase), reads, targets, move=box.move, order=box.order)
         module = _Body(self, segment).build()
         writes = tuple(self._register(value) for value in segment.writes)
         after = {
@@ -202,7 +201,7 @@ class _Body:
     def _local_move(self, item: Box) -> None:
         owner, move = self.owner, item.move
         source = self.env[item.source]
-        if move.mesh[move.axis] == 1:
+        if move.mesh[move.axis] == 1 or move.kind == "drop":
             self.env[item.target] = source
             return
         index = owner.coordinate[move.axis]

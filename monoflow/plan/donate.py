@@ -45,7 +45,7 @@ def donations(plan: Plan, made: Schedule, tasks: Sequence[Iterable[Op | Box]]) -
     for task, items in enumerate(tasks):
         for item in items:
             number += 1
-            for value in item.inputs if isinstance(item, Op) else (item.source,):
+            for value in item.inputs:
                 uses.setdefault(origin.get(value, value), []).append((number, task, item))
             for value, source in shares_memory(item):
                 origin[value] = origin.get(source, source)
@@ -81,7 +81,7 @@ def overwritten(update: Op) -> list[LaidOut]:
 def shares_memory(item: Op | Box) -> list[tuple[LaidOut, LaidOut]]:
     """(view, what it is a view of) of everything that may share memory with what an item reads."""
     if isinstance(item, Box):
-        return [(item.target, item.source)] if item.is_local else []
+        return [(item.target, item.source)] if item.is_local and item.gives else []
     if not item.inputs or not may_share_memory(item.node.target):
         return []
     return [(value, item.inputs[0]) for value in item.outputs]

@@ -23,7 +23,7 @@ from .order import IN_PLACE
 from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
 from .strides import Strides
-from .workspace import Metas, move_workspace, op_workspace
+from .workspace import Metas, move_workspace, op_workspace, received_workspace
 
 #: What bytes are held for, in the order of a timeline's columns.
 CATEGORIES = (
@@ -145,8 +145,7 @@ class Walk:
             self._store(value, meta, _OF_ROLE.get(roles[names[value.node]].role, _OTHER))
 
     def _pass(self, position: int, item: Op | Box) -> None:
-        reads = item.inputs if isinstance(item, Op) else (item.source,)
-        writes = item.outputs if isinstance(item, Op) else (item.target,)
+        reads, writes = item.inputs, item.outputs
         metas = [self.shapes.of(value) for value in reads], [self.shapes.of(value) for value in writes]
         self.metas.append(metas)
         self.workspace.append(self._workspace(item, *metas))
@@ -184,13 +183,13 @@ class Walk:
             is_view = self.shapes.facts[item.node].is_view and bool(item.inputs)
             if is_view and not self.strides.is_copied(item):
                 yield from ((value, item.inputs[0]) for value in item.outputs)
-        elif item.is_local and not self._is_copied(item):
+        elif item.is_local and item.gives and not self._is_copied(item):
             yield item.target, item.source
 
     def _is_copied(self, box: Box) -> bool:
         """Whether a local move makes a tensor of its own, as `boxing.collectives.run_local` does."""
         move = box.move
-        if move.mesh[move.axis] == 1:
+        if move.mesh[move.axis] == 1 or move.kind == "drop":
             return False
         if move.kind == "pad":
             return True
@@ -217,7 +216,10 @@ class Walk:
                     meta.num_bytes for value, meta in pairs if meta and not self.strides.is_contiguous(value)
                 )
             return op_workspace(item, self.shapes.facts[item.node].kind, inputs, outputs, self.on_cpu)
-        (source,), (target,) = inputs, outputs
+        if not item.gives:
+            return received_workspace(item.move, outputs)
+        source = inputs[0]
+        target = outputs[0] if item.takes else source
         assert source is not None and target is not None
         plain = self.strides.is_contiguous(item.source)
         return move_workspace(item.move, source, target, self.shapes.coordinate, plain, self.on_cpu)

@@ -2,21 +2,54 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from ..boxing.route import Move
 from ..sbp.layout import At, B, is_held
-from .schedule import Box, LaidOut, Op, Schedule
+from .schedule import Box, Op, Schedule
 
 
-def part_of(made: Schedule, coordinate: Sequence[int]) -> Schedule:
-    """The items that the rank at a coordinate of the mesh runs or takes part in, in the same order.
+class Parts:
+    """The parts of a schedule by stage. Without stages every rank's part is the schedule itself."""
 
-    What every stage could compute, it computes only if it reads it. Without stages that is the schedule.
-    """
-    if not any(isinstance(one, At) for item in made.items for value in _ends(item) for one in value.layout):
-        return made
+    def __init__(self, made: Schedule) -> None:
+        self.made = made
+        self.axes = sorted(
+            {
+                axis
+                for item in made.items
+                for value in (item.outputs if isinstance(item, Op) else (item.source, item.target))
+                for axis, one in enumerate(value.layout)
+                if isinstance(one, At)
+            }
+        )
+        self._known: dict[tuple[int, ...], Schedule] = {}
+
+    def key(self, coordinate: Sequence[int]) -> tuple[int, ...]:
+        """What tells the part of one rank from another's: its stage."""
+        return tuple(coordinate[axis] for axis in self.axes)
+
+    def of(self, coordinate: Sequence[int]) -> Schedule:
+        """The items that the rank at a coordinate of the mesh runs or takes part in, in the same order.
+
+        What every stage could compute, it computes only if it reads it.
+        """
+        if not self.axes:
+            return self.made
+        key = self.key(coordinate)
+        if key not in self._known:
+            self._known[key] = _part(self.made, coordinate)
+        return self._known[key]
+
+    def stages(self, mesh: Sequence[int]) -> list[tuple[int, ...]]:
+        """A coordinate of every stage, one of those with the largest shards."""
+        extents = (range(size) if axis in self.axes else (0,) for axis, size in enumerate(mesh))
+        return list(itertools.product(*extents))
+
+
+def _part(made: Schedule, coordinate: Sequence[int]) -> Schedule:
     taking = [one for item in made.items if (one := _share(item, coordinate)) is not None]
     outputs = tuple((one, value) for one, value in made.outputs if is_held(value.layout, coordinate))
     read = {value for _, value in outputs}
@@ -27,10 +60,6 @@ def part_of(made: Schedule, coordinate: Sequence[int]) -> Schedule:
             items.append(item)
             read.update(item.inputs)
     return Schedule(tuple(reversed(items)), tuple(one for one in made.inputs if one in read), outputs)
-
-
-def _ends(item: Op | Box) -> Sequence[LaidOut]:
-    return item.outputs if isinstance(item, Op) else (item.source, item.target)
 
 
 def _share(item: Op | Box, coordinate: Sequence[int]) -> Op | Box | None:

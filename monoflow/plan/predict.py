@@ -9,34 +9,37 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 
 from ..boxing.route import move_bytes
-from ..graph.step_graph import StepGraph
+from ..graph.step_graph import Phase, StepGraph
 from ..sbp.signature import TensorMeta
 from .cost import Machine, op_seconds
 from .facts import Facts, facts_of
 from .memory import CATEGORIES, LocalShapes, Timeline, Walk
 from .op_class import ARITHMETIC, class_of
+from .parts import Parts
 from .plan import Plan
 from .schedule import Box, Op, Schedule, schedule
+from .together import clocks
 
 _COPY = torch.ops.aten.clone.default
 
-#: The kinds of time beside an axis' name: an op's own work, and moves that send nothing.
-COMPUTE, LOCAL_MOVE = "compute", "local move"
+#: The kinds of time beside an axis' name: an op's own work, moves that send nothing, and waiting for others.
+COMPUTE, LOCAL_MOVE, WAIT = "compute", "local move", "wait for other stages"
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one rank with the largest shards will do in a step.
+    """What one rank with the largest shards will do in a step; of several stages, one that holds most.
 
     Attributes:
         seconds: of the whole step.
-        seconds_by: phase -> "compute", "local move" or the mesh axis that is sent along -> seconds.
+        seconds_by: phase -> "compute", "local move", "wait for other stages" or the mesh axis that is sent
+            along -> seconds.
         hidden: seconds of communication that run beside compute; `seconds` is without them.
         peak_bytes: the most that is held at any time.
         peak_at: the number of the schedule's item that holds it.
@@ -131,11 +134,52 @@ def predict(
     prices = prices or Prices(machine)
     assert prices.machine == machine, f"prices of {prices.machine.device.name}, not {machine.device.name}"
     facts = prices.facts(plan.graph)
-    made = made or schedule(plan, facts=facts)
-    shapes = LocalShapes(plan, facts, coordinate)
-    walk = Walk(plan, made, shapes)
+    parts = Parts(made or schedule(plan, facts=facts))
+    if coordinate is not None or not parts.axes:
+        whose = coordinate or (0,) * len(plan.placement.shape)
+        walk = Walk(plan, parts.of(whose), LocalShapes(plan, facts, coordinate))
+        return _of_rank(plan, walk, _costs(plan, walk, prices))
+    walks = {
+        parts.key(at): Walk(plan, parts.of(at), LocalShapes(plan, facts, at))
+        for at in parts.stages(plan.placement.shape)
+    }
+    costs = {stage: _costs(plan, walk, prices) for stage, walk in walks.items()}
+    each = {stage: _of_rank(plan, walk, costs[stage]) for stage, walk in walks.items()}
+    spans = clocks(
+        {stage: walk.made for stage, walk in walks.items()},
+        {stage: [cost.seconds for cost in costs[stage]] for stage in costs},
+    )
+    stage, worst = max(each.items(), key=lambda pair: pair[1].peak_bytes)
+    end = max(clock.end for clock in spans.values())
+    spent = {phase: dict(kinds) for phase, kinds in worst.seconds_by.items()}
+    for phase, seconds in spans[stage].waits.items():
+        spent.setdefault(phase, {})[WAIT] = seconds
+    last = spent.setdefault(str(Phase.UPDATE), {})
+    last[WAIT] = last.get(WAIT, 0.0) + end - spans[stage].end
+    return replace(worst, seconds=end, seconds_by=spent)
+
+
+class _Cost(NamedTuple):
+    """What one item costs a rank: seconds of a kind, bytes that it sends, and which collective it is."""
+
+    phase: str
+    kind: str
+    seconds: float
+    sent: int = 0
+    collective: str = ""
+
+
+def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
     memory = walk.swept()
-    spent, sent, collectives = _spent(plan, made, walk, prices)
+    spent: dict[str, dict[str, float]] = {}
+    sent = dict.fromkeys(plan.placement.axes, 0)
+    collectives: Counter[str] = Counter()
+    for one in costs:
+        by_kind = spent.setdefault(one.phase, {})
+        by_kind[one.kind] = by_kind.get(one.kind, 0.0) + one.seconds
+        if one.collective:
+            sent[one.kind] += one.sent
+            collectives[one.collective] += 1
     hidden = 0.0  # one thread runs everything; what overlaps is taken off here once lanes do
     total = sum(seconds for by_kind in spent.values() for seconds in by_kind.values()) - hidden
     at = memory.peak
@@ -145,7 +189,7 @@ def predict(
         hidden=hidden,
         peak_bytes=memory.peak_bytes,
         peak_at=at,
-        peak_item=_described(made.items[at]) if at >= 0 else "",
+        peak_item=_described(walk.made.items[at]) if at >= 0 else "",
         peak_split=dict(zip(CATEGORIES, memory.held[at], strict=True)) if at >= 0 else {},
         sent=sent,
         collectives=dict(collectives),
@@ -153,31 +197,27 @@ def predict(
     )
 
 
-def _spent(
-    plan: Plan, made: Schedule, walk: Walk, prices: Prices
-) -> tuple[dict[str, dict[str, float]], dict[str, int], Counter[str]]:
-    """Seconds by phase and kind, bytes sent by axis, and collectives by kind."""
+def _costs(plan: Plan, walk: Walk, prices: Prices) -> list[_Cost]:
+    """What every item of a rank's schedule costs it."""
     links = prices.machine.on(plan.placement.num_axes).links
     axes = plan.placement.axes
-    spent: dict[str, dict[str, float]] = {}
-    sent = dict.fromkeys(axes, 0)
-    collectives: Counter[str] = Counter()
-    for position, item in enumerate(made.items):
+    found = []
+    for position, item in enumerate(walk.made.items):
         inputs, outputs = walk.metas[position]
+        phase = str(item.phase)
         if isinstance(item, Op):
             target: Any = item.node.target
-            kind, seconds = COMPUTE, prices.op(target, inputs, outputs, item.node.args)
+            found.append(_Cost(phase, COMPUTE, prices.op(target, inputs, outputs, item.node.args)))
         elif item.is_local or math.prod(item.move.shape) == 0:
             is_copied = bool(walk.begins[position])
-            kind, seconds = LOCAL_MOVE, prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0
+            seconds = prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0
+            found.append(_Cost(phase, LOCAL_MOVE, seconds))
         else:
-            axis, num_bytes = item.move.axis, _sent_bytes(item, walk.shapes)
-            kind, seconds = axes[axis], links[axis].seconds(item.move.kind, num_bytes)
-            sent[kind] += num_bytes
-            collectives[item.move.kind] += 1
-        by_kind = spent.setdefault(str(item.phase), {})
-        by_kind[kind] = by_kind.get(kind, 0.0) + seconds
-    return spent, sent, collectives
+            kind, axis, num_bytes = item.move.kind, item.move.axis, _sent_bytes(item, walk.shapes)
+            seconds = links[axis].seconds(kind, num_bytes)
+            sent = num_bytes if item.gives or kind != "send" else 0
+            found.append(_Cost(phase, axes[axis], seconds, sent, kind))
+    return found
 
 
 def _sent_bytes(box: Box, shapes: LocalShapes) -> int:

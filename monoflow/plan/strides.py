@@ -43,7 +43,7 @@ class Strides:
         Args:
             shared: those of its results that are memory of an input -> that input.
         """
-        for value in item.outputs if isinstance(item, Op) else (item.target,):
+        for value in item.outputs:
             source = shared.get(value)
             if source is not None:
                 if source not in self._here:

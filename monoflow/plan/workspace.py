@@ -143,7 +143,7 @@ def move_workspace(
         return 0
     copied = 0 if is_plain else source.num_bytes
     whole = _padded_bytes(move, source.dtype, coordinate)
-    if move.kind == "all_reduce":
+    if move.kind in ("all_reduce", "broadcast", "send"):
         return copied
     if move.kind == "all_gather":
         is_joined = _is_joined(move, move.source[move.axis], coordinate)
@@ -158,6 +158,15 @@ def move_workspace(
         assert isinstance(split, Split), move
         return 8 * move.shape[split.dim]
     return 0
+
+
+def received_workspace(move: Move, outputs: Metas) -> int:
+    """Bytes that a rank allocates beside the result of a move of which it only receives.
+
+    A broadcast goes out of a tensor of every rank into another one.
+    """
+    target = outputs[0]
+    return target.num_bytes if move.kind == "broadcast" and target is not None else 0
 
 
 def _all_to_all(move: Move, source: TensorMeta, target: TensorMeta) -> int:

@@ -46,19 +46,25 @@ class Binding:
     def __init__(self, compiled: Compiled, subject: Subject, world: World, device: torch.device) -> None:
         self.compiled, self.subject, self.world, self.device = compiled, subject, world, device
         self.store = Store(compiled.plan.placement, tuple(compiled.lowered.programs), world.simulated)
-        program = next(iter(compiled.lowered.programs.values()))
         planned, slots = compiled.plan, compiled.captured.slots
-        self._roles = {planned.graph.input_of[port.name].role for port in program.inputs}
+        programs, made = compiled.lowered.programs, compiled.lowered.schedule
+        names = {node: name for name, node in planned.graph.placeholders.items()}
+        read = [planned.graph.input_of[names[value.node]] for value in made.inputs]
+        donated = {port.name for one in programs.values() for port in one.inputs if port.donated}
+        self._roles = {one.role for one in read}
+        # Every rank reads every input, for which ranks may have to meet, and keeps what its program takes.
+        self._takes = {rank: {port.name for port in one.inputs} for rank, one in programs.items()}
         self._readers = [
-            self._reader(planned.graph.input_of[port.name], planned.inputs[port.name], port.donated)
-            for port in program.inputs
+            (one.name, self._reader(one, planned.inputs[one.name], one.name in donated)) for one in read
         ]
-        outputs = {one.name: one for one in planned.graph.outputs}
         self._targets = [
-            _Target(outputs[port.name], planned.outputs[port.name], slots.get(port.replaces))
-            for port in program.outputs
+            _Target(one, planned.outputs[one.name], slots.get(one.replaces)) for one, _ in made.outputs
         ]
-        written = {port.replaces for port in program.outputs}
+        self._gives = {
+            rank: {port.name: position for position, port in enumerate(one.outputs)}
+            for rank, one in programs.items()
+        }
+        written = {target.output.replaces for target in self._targets}
         self._stepped: list[Any] = [
             optimizer
             for optimizer in subject.optimizers
@@ -83,9 +89,10 @@ class Binding:
             drawn = share_key(drawn, self.world, self.device)
         call = Call([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], drawn)
         inputs: dict[int, list[torch.Tensor]] = {rank: [] for rank in self.store.ranks}
-        for reader in self._readers:
+        for name, reader in self._readers:
             for rank, value in reader(call).items():
-                inputs[rank].append(value)
+                if name in self._takes[rank]:
+                    inputs[rank].append(value)
         return inputs
 
     def _reader(self, one: Input, layout: NdSbp, donated: bool) -> Callable[[Call], Locals]:
@@ -152,8 +159,8 @@ class Binding:
         own: dict[str, torch.Tensor] = {}
         observed: dict[str, torch.Tensor] = {}
         written: list[tuple[_Target, Locals]] = []
-        for position, target in enumerate(self._targets):
-            values = {rank: tensors[position] for rank, tensors in results.items()}
+        for target in self._targets:
+            values = self._given(target.output, results)
             if target.slot is not None:
                 written.append((target, values))
             else:
@@ -167,13 +174,24 @@ class Binding:
         leaves = [None if name is None else own[name] for name in captured.result_names]
         return pytree.tree_unflatten(leaves, captured.out_spec), observed
 
+    def _given(self, output: Output, results: Mapping[int, Sequence[torch.Tensor]]) -> Locals:
+        """What the hosted ranks' programs give of an output: nothing where it lies at another stage."""
+        found = {
+            rank: tensors[self._gives[rank][output.name]]
+            for rank, tensors in results.items()
+            if output.name in self._gives[rank]
+        }
+        if found or self.store.simulated:
+            return found
+        return {self.store.ranks[0]: torch.empty(0, dtype=output.meta.dtype, device=self.device)}
+
     def _handed_out(self, target: _Target, values: Locals) -> torch.Tensor:
         """A result as the user gets it: never memory that the next step will write."""
         store, shape = self.store, target.output.meta.shape
         if store.simulated:
             return store.joined(values, target.layout, target.output.name).clone()
         local = next(iter(values.values())).clone()
-        if store.placement.size == 1 or not shape:
+        if store.placement.size == 1 or (not shape and is_whole(target.layout)):
             return local
         return store.wrapped(local, target.layout, shape)
 

@@ -16,7 +16,7 @@ from ..errors import FlowError, PlanError
 from ..mesh import Placement
 from ..mesh import placement as make_placement
 from ..sbp.layout import NdSbp
-from ..tensor import from_placements
+from ..tensor import from_placements, home_of
 from .agree import check_same, digest_of
 
 
@@ -111,7 +111,9 @@ def _as_stored(
         kept = {key: one for key, one in before.inputs.items() if key in state}
         return [before.placement], kept
     live = {key: slot.get() for key, slot in captured.slots.items() if key in state}
-    cut = {key: one for key, one in live.items() if isinstance(one, DTensor)}
+    cut = {
+        key: one for key, one in live.items() if isinstance(one, DTensor) and home_of(one.device_mesh) is None
+    }
     if not cut or world.simulated:
         return (), {}
     mesh = next(iter(cut.values())).device_mesh

@@ -1,7 +1,8 @@
 """Where the state lives between steps: in the user's own modules and optimizers, cut as the plan stores it.
 
 A tensor that the plan replicates stays the plain tensor it was. In the place of one that it splits comes a
-DTensor, of which this rank holds its shard: in modules, optimizers and optimizer state alike. (It cannot be
+DTensor, of which this rank holds its shard: in modules, optimizers and optimizer state alike. So it does in
+the place of one that lies at one stage of a pipeline: ranks of other stages hold nothing of it. (It cannot be
 the same Parameter object: torch swaps no plain tensor with a DTensor. The old object keeps no memory.) In a
 simulation the modules keep whole tensors, which are cut before and joined after every step.
 """
@@ -19,7 +20,7 @@ from ..compiler import Role, Slot
 from ..errors import RunError
 from ..mesh import Placement
 from ..sbp.layout import Broadcast, NdSbp, shard, text, unshard
-from ..tensor import device_mesh, from_placements, to_placements
+from ..tensor import from_placements, home_of, mesh_of, on_mesh, sent_to_all, to_placements
 
 Locals = dict[int, torch.Tensor]  # by hosted rank
 
@@ -59,8 +60,8 @@ class Store:
         return shard(whole(tensor), layout, self.placement.shape, own).contiguous()
 
     def _lies_so(self, tensor: DTensor, layout: NdSbp) -> bool:
-        same = from_placements(tensor.placements) == layout
-        return same and tensor.device_mesh == device_mesh(self.placement)
+        same = from_placements(tensor.placements) == on_mesh(layout)
+        return same and tensor.device_mesh == mesh_of(self.placement, layout)
 
     def joined(self, values: Mapping[int, torch.Tensor], layout: NdSbp, name: str) -> torch.Tensor:
         """The whole tensor from the shards of all ranks (a simulation).
@@ -107,9 +108,14 @@ class Store:
     def wrapped(self, local: torch.Tensor, layout: NdSbp, shape: tuple[int, ...]) -> DTensor:
         """This rank's shard as a DTensor of global `shape`."""
         stride = torch.empty(shape, device="meta").stride()
-        mesh = device_mesh(self.placement)
+        mesh = mesh_of(self.placement, layout)
         return DTensor.from_local(
-            local, mesh, to_placements(layout), run_check=False, shape=torch.Size(shape), stride=stride
+            local,
+            mesh,
+            to_placements(on_mesh(layout)),
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
         )
 
     def _replace(self, slot: Slot, layout: NdSbp, local: torch.Tensor, shape: tuple[int, ...]) -> None:
@@ -192,11 +198,12 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """A tensor with all its elements, gathered if ranks hold parts of it."""
+    """A tensor with all its elements, gathered if ranks hold parts of it, or sent by those that hold it."""
     if not isinstance(value, DTensor):
         return value
     for axis in reversed(range(value.device_mesh.ndim)):  # torch warns of several axes at once
         placements = list(value.placements)
         placements[axis] = Replicate()
         value = value.redistribute(placements=placements)
-    return value.to_local()
+    home = home_of(value.device_mesh)
+    return value.to_local() if home is None else sent_to_all(value, value.to_local(), home)

@@ -92,8 +92,9 @@ def to_placements(sbp: Sequence[layout.Sbp]) -> tuple[Placement, ...]:
     """DTensor's placements of an nd-SBP, axis by axis.
 
     Raises:
-        LayoutError: a DTensor cannot express it: a unit, or a dim split by blocks and then again (torch
-            reads that as splits made from the last axis to the first, and gathers a wrong order).
+        LayoutError: a DTensor cannot express it: a stage (that is another mesh, see `stages`), a unit, or a
+            dim split by blocks and then again (torch reads that as splits made from the last axis to the
+            first, and gathers a wrong order).
     """
     for axis, one in enumerate(sbp):
         again = [other for other in sbp[axis + 1 :] if isinstance(other, layout.Split)]
@@ -110,6 +111,8 @@ def _to_placement(one: layout.Sbp) -> Placement:
         return Replicate()
     if isinstance(one, layout.Partial):
         return Partial(one.op)
+    if isinstance(one, layout.At):
+        raise LayoutError(f"{one} puts a tensor on one coordinate of an axis, which a DTensor cannot; use B")
     if one.unit != 1:
         raise LayoutError(
             f"{one} moves {one.unit} elements at a time, which a DTensor cannot; use S({one.dim})"
