@@ -16,10 +16,13 @@ class LocalBytes:
         self.root = Path(root)
         self._opened: dict[str, int] = {}
 
+    def path(self, file: str) -> str:
+        return str(self.root / file)
+
     def size(self, file: str) -> int | None:
         try:
             return os.fstat(self._descriptor(file)).st_size
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def read(self, file: str, offset: int, count: int) -> bytearray:
@@ -46,7 +49,11 @@ class RemoteBytes:
     """Objects below an fsspec URL."""
 
     def __init__(self, url: str) -> None:
-        self.system, self.root = open_url(url.rstrip("/"))
+        self.url = url.rstrip("/")
+        self.system, self.root = open_url(self.url)
+
+    def path(self, file: str) -> str:
+        return f"{self.url}/{file}"
 
     def size(self, file: str) -> int | None:
         try:

@@ -13,7 +13,7 @@ import torch
 from ..errors import CheckpointError
 from .arrange import PIECE
 from .boxes import Box, describe, extents, meet, num_elements, runs, within
-from .files import bytes_at
+from .files import LocalBytes, RemoteBytes, bytes_at
 from .index import INDEX, Entry, Index, Stored, checksum
 from .local import bytes_of
 
@@ -60,99 +60,19 @@ class Source(Protocol):
         ...
 
 
-class Checkpoint:
-    """A checkpoint that monoflow wrote.
+class Arrays:
+    """Tensors whose boxes lie in files as row-major arrays.
 
     Args:
-        path: a directory or an fsspec URL.
-
-    Raises:
-        CheckpointError: there is none, or its index is damaged or of another version.
+        path: what errors call it.
     """
 
-    is_foreign = False
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = str(path)
-        self.files = bytes_at(path)
-        self.index = Index.parse(self._index_bytes(), f"{self.path}/{INDEX}")
-        self.meta = self.index.meta
-        self.tensors = {name: Wanted(one.shape, one.dtype) for name, one in self.index.tensors.items()}
-
-    def _index_bytes(self) -> bytes:
-        size = self.files.size(INDEX)
-        if size is None:
-            raise CheckpointError(f"{self.path} is no checkpoint: it has no {INDEX}")
-        return bytes(self.files.read(INDEX, 0, size))
-
-    def text(self, name: str) -> str | None:
-        """A small file; None if the checkpoint has none of that name."""
-        if name not in self.index.files:
-            return None
-        return bytes(self.files.read(name, 0, self.index.files[name].size)).decode()
-
-    # --- verifying ---------------------------------------------------------------------------------
-
-    def faults(self, names: Iterable[str], share: int = 0, num_shares: int = 1) -> list[str]:
-        """What is wrong with files and stored bytes; empty if nothing is.
-
-        Args:
-            names: the tensors to look at.
-            share, num_shares: which part of the bytes is read; sizes and heads are looked at in share 0.
-        """
-        stored = {name: self.index.tensors[name] for name in names}
-        found = list(self._file_faults(stored)) if share == 0 else []
-        every = [
-            (name, entry, piece)
-            for name, one in stored.items()
-            for entry in one.entries
-            for piece in entry.pieces
-        ]
-        for number, (name, entry, piece) in enumerate(every):
-            if number % num_shares == share and self._is_there(name, entry):
-                data = bytes_of(self._read_entry(stored[name].dtype, entry, piece.box))
-                if (got := checksum(data)) != piece.checksum:
-                    where = describe(piece.box, stored[name].shape)
-                    found.append(
-                        f"{self.path}/{entry.file}: {name}{where} is damaged: its checksum is {got}, "
-                        f"{piece.checksum} was written"
-                    )
-        return found
-
-    def _is_there(self, name: str, entry: Entry) -> bool:
-        size = self.files.size(entry.file)
-        return size is not None and size >= entry.offset + self._entry_bytes(name, entry)
-
-    def _entry_bytes(self, name: str, entry: Entry) -> int:
-        return num_elements(entry.box) * self.index.tensors[name].dtype.itemsize
-
-    def _file_faults(self, stored: Mapping[str, Stored]) -> Iterator[str]:
-        """Files that are missing, short or begin wrongly, and what is lost with them."""
-        for file, info in self.index.files.items():
-            inside = [(name, e) for name, one in stored.items() for e in one.entries if e.file == file]
-            if not inside and info.head < info.size:
-                continue
-            size = self.files.size(file)
-            if size is None:
-                lost = [name for name, _ in inside]
-                yield f"{self.path}/{file} is missing" + f"; it holds {some_of(lost)}" * bool(lost)
-            elif size != info.size:
-                lost = [name for name, e in inside if e.offset + self._entry_bytes(name, e) > size]
-                yield (
-                    f"{self.path}/{file} has {size:,} bytes, {info.size:,} were written"
-                    + f"; {some_of(lost)} lost" * bool(lost)
-                )
-            elif checksum(self.files.read(file, 0, info.head)) != info.checksum:
-                yield f"{self.path}/{file} is damaged in its first {info.head:,} bytes"
-        for name, one in stored.items():
-            covered = sum(num_elements(piece.box) for entry in one.entries for piece in entry.pieces)
-            if covered != math.prod(one.shape):
-                yield f"{self.path}/{INDEX} has {covered} of the {math.prod(one.shape)} elements of {name}"
-
-    # --- reading -----------------------------------------------------------------------------------
+    def __init__(self, path: str, files: LocalBytes | RemoteBytes, stored: Mapping[str, Stored]) -> None:
+        self.path, self.files, self.stored = path, files, stored
+        self.tensors = {name: Wanted(one.shape, one.dtype) for name, one in stored.items()}
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        one = self.index.tensors[name]
+        one = self.stored[name]
         made = torch.empty(extents(box), dtype=one.dtype)
         for entry in one.entries:
             if (shared := meet(box, entry.box)) is not None:
@@ -198,3 +118,89 @@ def _as_tensor(data: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Ten
 def some_of(names: Sequence[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+class Checkpoint(Arrays):
+    """A checkpoint that monoflow wrote.
+
+    Args:
+        path: a directory or an fsspec URL.
+
+    Raises:
+        CheckpointError: there is none, or its index is damaged or of another version.
+    """
+
+    is_foreign = False
+
+    def __init__(self, path: str | Path) -> None:
+        files = bytes_at(path)
+        size = files.size(INDEX)
+        if size is None:
+            raise CheckpointError(f"{path} is no checkpoint: it has no {INDEX}")
+        self.index = Index.parse(bytes(files.read(INDEX, 0, size)), f"{path}/{INDEX}")
+        self.meta = self.index.meta
+        super().__init__(str(path), files, self.index.tensors)
+
+    def text(self, name: str) -> str | None:
+        """A small file; None if the checkpoint has none of that name."""
+        if name not in self.index.files:
+            return None
+        return bytes(self.files.read(name, 0, self.index.files[name].size)).decode()
+
+    # --- verifying ---------------------------------------------------------------------------------
+
+    def faults(self, names: Iterable[str], share: int = 0, num_shares: int = 1) -> list[str]:
+        """What is wrong with files and stored bytes; empty if nothing is.
+
+        Args:
+            names: the tensors to look at.
+            share, num_shares: which part of the bytes is read; sizes and heads are looked at in share 0.
+        """
+        stored = {name: self.stored[name] for name in names}
+        found = list(self._file_faults(stored)) if share == 0 else []
+        every = [
+            (name, entry, piece)
+            for name, one in stored.items()
+            for entry in one.entries
+            for piece in entry.pieces
+        ]
+        for number, (name, entry, piece) in enumerate(every):
+            if number % num_shares == share and self._is_there(name, entry):
+                data = bytes_of(self._read_entry(stored[name].dtype, entry, piece.box))
+                if (got := checksum(data)) != piece.checksum:
+                    where = describe(piece.box, stored[name].shape)
+                    found.append(
+                        f"{self.path}/{entry.file}: {name}{where} is damaged: its checksum is {got}, "
+                        f"{piece.checksum} was written"
+                    )
+        return found
+
+    def _is_there(self, name: str, entry: Entry) -> bool:
+        size = self.files.size(entry.file)
+        return size is not None and size >= entry.offset + self._entry_bytes(name, entry)
+
+    def _entry_bytes(self, name: str, entry: Entry) -> int:
+        return num_elements(entry.box) * self.stored[name].dtype.itemsize
+
+    def _file_faults(self, stored: Mapping[str, Stored]) -> Iterator[str]:
+        """Files that are missing, short or begin wrongly, and what is lost with them."""
+        for file, info in self.index.files.items():
+            inside = [(name, e) for name, one in stored.items() for e in one.entries if e.file == file]
+            if not inside and info.head < info.size:
+                continue
+            size = self.files.size(file)
+            if size is None:
+                lost = [name for name, _ in inside]
+                yield f"{self.path}/{file} is missing" + f"; it holds {some_of(lost)}" * bool(lost)
+            elif size != info.size:
+                lost = [name for name, e in inside if e.offset + self._entry_bytes(name, e) > size]
+                yield (
+                    f"{self.path}/{file} has {size:,} bytes, {info.size:,} were written"
+                    + f"; {some_of(lost)} lost" * bool(lost)
+                )
+            elif checksum(self.files.read(file, 0, info.head)) != info.checksum:
+                yield f"{self.path}/{file} is damaged in its first {info.head:,} bytes"
+        for name, one in stored.items():
+            covered = sum(num_elements(piece.box) for entry in one.entries for piece in entry.pieces)
+            if covered != math.prod(one.shape):
+                yield f"{self.path}/{INDEX} has {covered} of the {math.prod(one.shape)} elements of {name}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import CheckpointError
+from .dcp import METADATA, Distributed
 from .files import bytes_at
+from .foreign import SINGLE, Safetensors, StateDictFile, holds_safetensors
 from .group import Group, first_does, together
 from .index import INDEX
 from .local import recover
@@ -26,7 +28,15 @@ def open_source(path: str | Path) -> Source:
         return Checkpoint(text)
     if series := checkpoints(text):
         return Checkpoint(series[-1][1])
-    raise CheckpointError(f"{path} holds no checkpoint")
+    if text.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        return StateDictFile(text)
+    if text.endswith(".safetensors") or holds_safetensors(files):
+        return Safetensors(text)
+    if files.size(METADATA) is not None:
+        return Distributed(text)
+    raise CheckpointError(
+        f"{path} holds no checkpoint: no {INDEX}, no steps, no {SINGLE}, no {METADATA}, and is no .pt file"
+    )
 
 
 def open_together(path: str | Path, group: Group) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -59,7 +59,7 @@ class Snapshot:
     model_names: Sequence[str]
     meta: Mapping[str, Any]
     texts: Mapping[str, str]
-    pieces: list[tuple[Write, torch.Tensor]]
+    pieces: Iterable[tuple[Write, torch.Tensor]]
 
     def copy_to_host(self, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Copies this rank's share, so that the live state may change. Sends nothing.
@@ -70,18 +70,20 @@ class Snapshot:
         Returns:
             uint8, the memory of the copy.
         """
-        size = sum(_aligned(live.nbytes) for _, live in self.pieces)
-        devices = {live.device.type for _, live in self.pieces} - {"cpu"}
+        pieces = list(self.pieces)
+        size = sum(_aligned(live.nbytes) for _, live in pieces)
+        devices = {live.device.type for _, live in pieces} - {"cpu"}
         if memory is None or memory.numel() < size:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=bool(devices))
-        at = 0
-        for number, (write, live) in enumerate(self.pieces):
+        at, copies = 0, []
+        for write, live in pieces:
             copy = memory[at : at + live.nbytes].view(live.dtype).view(live.shape)
             copy.copy_(live, non_blocking=True)
-            self.pieces[number] = (write, copy)
+            copies.append((write, copy))
             at += _aligned(live.nbytes)
         if devices:
             torch.accelerator.synchronize()
+        self.pieces = copies
         return memory
 
     def on_host(self) -> Iterator[tuple[Write, torch.Tensor]]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from ..errors import FlowError
 from ..plan.devices import DEVICES, LINKS
 from . import calibrate as calibrator
+from . import checkpoint
 from . import doctor as doctor_report
 from . import plan as planner
 from . import run as launcher
@@ -27,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(checkpoint.app, name="checkpoint")
 _WIDTH = 120  # of tables that go to a file or a pipe
 _HOSTS = "Several hosts (as torchrun)"
 
