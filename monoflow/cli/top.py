@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,10 +23,12 @@ from ..runtime.messages import messages, most_live
 from ..runtime.observe import INTERVAL, SNAPSHOT
 from ..runtime.ring import Part, read_part
 from ..runtime.trace import Event, breakdown
+from .runs import is_alive
 from .tables import table
 
 _STALE = 5 * INTERVAL  # seconds without a snapshot: the rank is busy without letting go of Python, or gone
 _MOST = 12  # rows of a table
+_EVENTS = 4096  # of a rank that are read
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,28 @@ def _begin(events: Sequence[Event], key: tuple[str, int]) -> int:
 
 
 def read_job(folder: Path) -> list[Rank]:
-    """What the ranks of a job tell, by rank. Those that have not told anything yet are left out."""
-    found = []
+    """What the ranks of a job tell, by rank. Those that have not told anything yet are left out.
+
+    Of a rank that was started again, the process that told something last counts.
+    """
+    found: dict[int, Rank] = {}
     for path in folder.glob(f"rank*{SNAPSHOT}"):
         try:
             snapshot = json.loads(path.read_text())
-            part = read_part(path.with_suffix(""))
+            part = read_part(path.with_suffix(""), _EVENTS)
         except FileNotFoundError:  # it has just ended
             continue
-        found.append(Rank(snapshot, part))
-    return sorted(found, key=lambda one: one.snapshot["rank"])
+        rank = snapshot["rank"]
+        if rank not in found or found[rank].snapshot["at"] < snapshot["at"]:
+            found[rank] = Rank(snapshot, part)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _has_ended(folder: Path, ranks: Sequence[Rank]) -> bool:
+    """Whether the job has ended, or was killed and left its folder."""
+    here = socket.gethostname()
+    dead = [one.snapshot["host"] == here and not is_alive(one.snapshot["pid"]) for one in ranks]
+    return not folder.is_dir() or (bool(ranks) and all(dead))
 
 
 def top(folder: Path, once: bool, console: Console) -> int:
@@ -79,8 +94,7 @@ def top(folder: Path, once: bool, console: Console) -> int:
         return 0
     try:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-            while folder.is_dir():
-                ranks = read_job(folder)
+            while not _has_ended(folder, ranks := read_job(folder)):
                 shown = frame(ranks, time.time()) if ranks else Text("no rank has told anything yet")
                 live.update(shown, refresh=True)
                 time.sleep(INTERVAL)

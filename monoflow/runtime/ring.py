@@ -34,7 +34,7 @@ class Part:
     Attributes:
         about: what the process said of itself.
         events: in the order in which they were recorded.
-        num_dropped: earlier events that newer ones took the place of.
+        num_dropped: earlier events that are not among them.
     """
 
     about: Mapping[str, Any]
@@ -97,11 +97,12 @@ class Ring:
             file.write(json.dumps(data) + "\n")
 
 
-def read_part(path: Path) -> Part:
+def read_part(path: Path, most: int | None = None) -> Part:
     """What a process recorded, whether it is still running, has ended, or was killed.
 
     Args:
         path: of the files, without their suffixes.
+        most: how many events to read, the last ones; all when left out.
     """
     about: dict[str, Any] = {}
     names: list[Who] = []
@@ -118,7 +119,7 @@ def read_part(path: Path) -> Part:
             wirings.append(Wiring.from_data(data["wiring"]))
     records = sorted(_RECORD.iter_unpack(path.with_suffix(EVENTS).read_bytes()))
     events, last = [], 0
-    for count, who, time, step, start, end, num_bytes in records:
+    for count, who, time, step, start, end, num_bytes in records[-most if most else 0 :]:
         if count and who < len(names) and 0 < start <= end:
             program, rank, lane, kind, name = names[who]
             events.append(Event(program, rank, lane, kind, name, step, time, start, end, num_bytes))

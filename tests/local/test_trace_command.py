@@ -23,7 +23,7 @@ from monoflow.cli.top import frame, last_step, read_job, top
 from monoflow.cli.trace import summarize, trace
 from monoflow.config import Settings
 from monoflow.errors import FlowError
-from monoflow.runtime.observe import About, Observer
+from monoflow.runtime.observe import SNAPSHOT, About, Observer
 from monoflow.runtime.program import Program
 from monoflow.runtime.recorder import Recorder
 from monoflow.runtime.ring import EVENTS, NAMES, Part
@@ -277,6 +277,12 @@ def observer(folder: Path, trace_events: int = 0) -> Observer:
     return Observer(folder, Settings(trace_events=trace_events))
 
 
+def ended_process() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        return process.pid
+
+
 def test_watching_records_a_step_a_snapshot(tmp_path: Path) -> None:
     watching, engine = observer(tmp_path / "job"), Engine()
     watching.attach(engine, About("train", 8, 64, 1000), lambda: {"data": 500 * engine.num_steps})
@@ -358,6 +364,34 @@ def test_one_frame(tmp_path: Path) -> None:
         top(tmp_path / "job", True, Console(file=io.StringIO()))
 
 
+def test_top_ends_with_the_job(tmp_path: Path) -> None:
+    watching = observer(tmp_path)
+    watching.publish()
+    left = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    watching.close()
+    text = json.loads(left[f"{watching.path.name}{SNAPSHOT}"])
+    tmp_path.mkdir()
+    for name, content in left.items():  # as a killed process leaves them
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / f"{watching.path.name}{SNAPSHOT}").write_text(json.dumps({**text, "pid": ended_process()}))
+    for folder in (tmp_path, tmp_path / "gone"):
+        output = io.StringIO()
+        assert top(folder, False, Console(file=output)) == 0
+        assert output.getvalue() == "the job has ended\n"
+
+
+def test_a_rank_that_was_started_again_shows_once(tmp_path: Path) -> None:
+    watching = observer(tmp_path)
+    watching.publish()
+    (snapshot,) = tmp_path.glob(f"*{SNAPSHOT}")
+    text = json.loads(snapshot.read_text())
+    for path in list(tmp_path.iterdir()):
+        (tmp_path / f"rank00000-1{path.suffix}").write_bytes(path.read_bytes())
+    (tmp_path / f"rank00000-1{SNAPSHOT}").write_text(json.dumps({**text, "pid": 1, "at": text["at"] - 5}))
+    assert [one.snapshot["pid"] for one in read_job(tmp_path)] == [os.getpid()]
+    watching.close()
+
+
 def test_the_step_that_is_shown_is_whole() -> None:
     assert {one.step for one in last_step([*events(0, 3), *events(0, 4)])} == {3}
     assert {one.step for one in last_step(events(0, 4))} == {4}
@@ -381,12 +415,10 @@ def test_jobs_are_found_by_process_or_folder(tmp_path: Path) -> None:
 
 def test_what_killed_jobs_left_is_removed(tmp_path: Path) -> None:
     env = {"MONOFLOW_CACHE": str(tmp_path)}
-    gone = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True
-    )
-    left = tmp_path / "runs" / f"{socket.gethostname()}-{int(gone.stdout)}"
+    gone = ended_process()
+    left = tmp_path / "runs" / f"{socket.gethostname()}-{gone}"
     left.mkdir(parents=True)
-    other = tmp_path / "runs" / f"another-host-{int(gone.stdout)}"
+    other = tmp_path / "runs" / f"another-host-{gone}"
     other.mkdir()
     for suffix in (EVENTS, NAMES, ".json"):
         (left / f"rank00000-1{suffix}").write_text("")

@@ -301,6 +301,7 @@ def test_a_ring_keeps_the_last_events(tmp_path: Path) -> None:
         ring.add(one[:5], *one[5:])
     part = read_part(tmp_path / "part")
     assert (part.events, part.num_dropped) == (tuple(whole[3:]), 3)
+    assert read_part(tmp_path / "part", 2).events == tuple(whole[5:])
     assert (tmp_path / f"part{EVENTS}").stat().st_size == size
 
 
