@@ -37,7 +37,7 @@ def require_exact(plan: Plan, rules: Mapping[Callable, OpRule], origin: str) -> 
                 info = info_of(node)
                 raise PlanError(
                     f"{origin} runs %{node.name} = {op_name(node.target)} along axis "
-                    f"{plan.placement.axes[axis]} as {signature}, which no rule of this version calls exact "
+                    f"{plan.axes[axis]} as {signature}, which no rule of this version calls exact "
                     f"(at {info.source} {info.module}); plan again"
                 )
     return plan
@@ -53,13 +53,15 @@ class _Checker:
         call = op_call(node)
         before: dict[tuple[int, int], bool] = {}  # (which tensor, dim) that outer axes split: whether evenly
         for axis, signature in enumerate(self.plan.signatures[node.name]):
-            size = self.plan.placement.shape[axis]
+            size = self.plan.mesh[axis]
             counts = len(signature.inputs) == len(call.inputs), len(signature.outputs) == len(call.outputs)
             if not all(counts) or not self._is_exact(call, signature, size):
                 return axis, signature
             split = dict(_splits(call, signature, size))
-            if any(key in before and not (before[key] and evenly) for key, evenly in split.items()):
-                return axis, signature  # a dim that several axes split is even on all of them
+            is_time = axis == self.plan.placement.num_axes  # cuts last, so what it leaves may be uneven
+            for key, evenly in split.items():
+                if key in before and not (before[key] and (evenly or is_time)):
+                    return axis, signature  # a dim that several axes split is even on all of them
             before |= split
             call = cut(call, signature, size)
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from ..boxing.route import LinkCost
 from ..errors import PlanError
 from ..graph.step_graph import StepGraph, is_getitem, metas_of, op_name, source_of, tensor_args
 from ..mesh import Placement, placement
-from ..sbp.layout import Broadcast, NdSbp, Partial, Sbp, Split, text
+from ..sbp.layout import B, Broadcast, NdSbp, Partial, Sbp, Split, text
 from ..sbp.registry import OpRule
 from ..sbp.signature import Signature
 from ..sbp.sources import RuleBook
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from .predict import Prediction
 
 
-_FORMAT = 3
+_FORMAT = 4
+
+#: The name of the axis of micro-batches.
+TIME_AXIS = "time"
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,17 @@ class Plan:
         graph: the graph that is planned (ops may have been expanded into simpler ones for it).
         placement: the devices.
         name: the template, or "pins".
-        signatures: per node name, one signature per axis; getitem nodes have none of their own.
-        inputs: how every input is stored, by input name.
-        outputs: how every output is handed out, by output name.
+        signatures: per node name, one signature per axis of `axes`; getitem nodes have none of their own.
+        inputs: how every input is stored on the placement, by input name.
+        outputs: how every output is handed out on the placement, by output name.
         unruled: ops that run replicated for want of a rule: node name -> bytes of their inputs and outputs.
         machine: what it was planned for: links decide between routes. None for no machine in particular.
         captured: the fingerprint of the graph as it was captured, before `rewrites`.
         rewrites: what was done to the captured graph for this plan, in order.
         search: what the search for this plan says of it; None for a template's.
         predicted: what a step will cost.
+        micro_batches: in how many the batch is walked. With several, "time" is the innermost axis of the
+            mesh: of so many coordinates, which every rank goes through one after the other.
     """
 
     graph: StepGraph
@@ -84,6 +89,34 @@ class Plan:
     rewrites: tuple[Rewrite, ...] = ()
     search: Search | None = None
     predicted: Prediction | None = None
+    micro_batches: int = 1
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the mesh has an axis of micro-batches."""
+        return self.micro_batches > 1
+
+    @property
+    def mesh(self) -> tuple[int, ...]:
+        """The extent of every axis: the placement's and, where there is one, time's."""
+        return (*self.placement.shape, *((self.micro_batches,) if self.has_time else ()))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The name of every axis of `mesh`."""
+        return (*self.placement.axes, *((TIME_AXIS,) if self.has_time else ()))
+
+    def on_mesh(self, layout: NdSbp) -> NdSbp:
+        """How an input or output lies along all axes: it is whole along time."""
+        return (*layout, B) if self.has_time else layout
+
+    @cached_property
+    def spatial(self) -> Plan:
+        """The same layouts with the whole batch at once."""
+        if not self.has_time:
+            return self
+        signatures = {name: axes[:-1] for name, axes in self.signatures.items()}
+        return replace(self, signatures=signatures, micro_batches=1, predicted=None)
 
     @property
     def links(self) -> tuple[LinkCost, ...] | None:
@@ -98,7 +131,7 @@ class Plan:
     def layouts(self, node: fx.Node) -> tuple[NdSbp, ...]:
         """The nd-SBP of every tensor output of a node."""
         if node.op == "placeholder":
-            return (self.inputs[self._input_names[node]],)
+            return (self.on_mesh(self.inputs[self._input_names[node]]),)
         if is_getitem(node):
             source, index = source_of(node)
             return (self.layouts(source)[index],)
@@ -140,7 +173,8 @@ class Plan:
 
     def text(self) -> str:
         """The plan for people: storage of inputs, then one line a node."""
-        lines = [f"Plan {self.name} of {self.graph.name} on {self.placement}"]
+        walked = f", {self.micro_batches} micro-batches" if self.has_time else ""
+        lines = [f"Plan {self.name} of {self.graph.name} on {self.placement}{walked}"]
         for one in self.graph.inputs:
             lines.append(f"  {one.role} {one.name} {one.meta}: {text(self.inputs[one.name])}")
         for node in self.graph.calls():
@@ -164,6 +198,7 @@ class Plan:
             "format": _FORMAT,
             "graph": self.made_for,
             "name": self.name,
+            "micro_batches": self.micro_batches,
             "placement": {
                 "device_type": self.placement.device_type,
                 "ranks": self.placement.ranks,
@@ -255,6 +290,7 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
         else Search(
             search["bound"], search["gap"], {k: tuple(v) for k, v in search["tried"].items()}, search["limit"]
         ),
+        micro_batches=data["micro_batches"],
     )
 
 
