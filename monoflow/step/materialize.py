@@ -201,11 +201,12 @@ class _Filling:
 
 
 def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Makes a tensor object another one, with its class, attributes and requires_grad."""
+    """Makes a tensor object hold another's memory; it stays of its class, with its attributes."""
     with plainly():
         made = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
-        vars(made).update(vars(tensor))
-        torch.utils.swap_tensors(tensor, made)
+        # torch.utils.swap_tensors, but that refuses objects with weak references (an RNN has some to its
+        # weights), which stay right.
+        torch._C._swap_tensor_impl(tensor, made)
 
 
 def _shared_memories(lazies: Mapping[str, torch.Tensor], layouts: Mapping[str, NdSbp]) -> set[Memory]:

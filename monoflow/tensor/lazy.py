@@ -44,6 +44,14 @@ _EMPTY = {
     aten.new_empty.default,
     aten.new_empty_strided.default,
 }
+#: Forms that take a generator, and those that take none.
+_WITHOUT_GENERATOR = {
+    aten.rand.generator: aten.rand.default,
+    aten.randn.generator: aten.randn.default,
+    aten.randint.generator: aten.randint.default,
+    aten.randint.low_generator: aten.randint.low,
+    aten.randperm.generator: aten.randperm.default,
+}
 _READS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__}
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
@@ -131,6 +139,7 @@ class _Recorder:
             kwargs["device"] = _META
             kwargs.pop("pin_memory", None)
         key = _own_key(kwargs) if is_random(func) else None
+        func = _WITHOUT_GENERATOR.get(func, func)
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._on_meta, (args, kwargs))
         try:
             result = func(*args, **kwargs)

@@ -102,7 +102,18 @@ def call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if has_form(op.func):
             with op_numbers():
                 return random_or(op.key, op.func, args, kwargs)
-        generator = torch.Generator().manual_seed(int(op.key))
-        return op.func(*args, **kwargs, generator=generator)
+        with _seeded(int(op.key)):
+            return op.func(*args, **kwargs)
     finally:
         torch.set_default_dtype(before)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Within: torch draws on the CPU from a seed. Its generator is as before afterwards."""
+    state = torch.random.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(state)
