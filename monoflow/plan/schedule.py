@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..boxing.route import LOCAL_KINDS, Move, Route, route
+from ..boxing.route import LOCAL_KINDS, Move, Route
 from ..graph.step_graph import Output, Phase, Role, is_getitem, source_of
-from ..sbp.layout import NdSbp, Partial, Split
-from ..sbp.signature import TensorMeta
+from ..sbp.layout import B, Broadcast, NdSbp, Partial, Split
 from .facts import Facts, facts_of
+from .in_time import in_time
 from .order import ordered
+from .paths import Paths
 from .plan import Plan
 
 
@@ -33,12 +34,17 @@ class LaidOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Op:
-    """Run a node on tensors in these layouts."""
+    """Run a node on tensors in these layouts.
+
+    Attributes:
+        walked: whether it is done for every micro-batch, not once a step.
+    """
 
     node: fx.Node
     inputs: tuple[LaidOut, ...]
     outputs: tuple[LaidOut, ...]
     phase: Phase
+    walked: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Box:
         order: its number among all moves of the schedule that are not local.
         gives: whether this rank holds the source, in the part of the schedule that one rank runs.
         takes: whether it holds the target then.
+        walked: whether it is done for every micro-batch, not once a step.
+        folds: whether it puts micro-batches together: its target is there after the last one.
     """
 
     move: Move
@@ -58,6 +66,8 @@ class Box:
     order: int = -1
     gives: bool = True
     takes: bool = True
+    walked: bool = False
+    folds: bool = False
 
     @property
     def inputs(self) -> tuple[LaidOut, ...]:
@@ -74,7 +84,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All ops and moves in one topological order, and where inputs come in and outputs leave."""
+    """All ops and moves in one topological order, and where inputs come in and outputs leave.
+
+    With micro-batches, what is walked stands together: what is before it is done before the first one, what
+    is after it after the last.
+    """
 
     items: tuple[Op | Box, ...]
     inputs: tuple[LaidOut, ...]
@@ -96,19 +110,23 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
     for node in nodes:
         maker.expect(node)
     for one in wanted:
-        maker.given_out.setdefault(source_of(results[one.name]), []).append(plan.outputs[one.name])
+        layout = plan.on_mesh(plan.outputs[one.name])
+        maker.given_out.setdefault(source_of(results[one.name]), []).append(layout)
     for node in ordered(nodes, maker.facts):
         maker.add(node)
     outputs = tuple(
-        (one, maker.moved(source_of(results[one.name]), plan.outputs[one.name], Phase.UPDATE))
+        (one, maker.moved(source_of(results[one.name]), plan.on_mesh(plan.outputs[one.name]), Phase.UPDATE))
         for one in wanted
     )
     inputs = tuple(
-        LaidOut(node, 0, plan.inputs[name])
+        LaidOut(node, 0, plan.on_mesh(plan.inputs[name]))
         for name, node in plan.graph.placeholders.items()
         if node in needed
     )
-    return Schedule(_numbered(maker.items), inputs, outputs)
+    items = maker.items
+    if plan.has_time:
+        items = in_time(plan, maker.facts, items, [value for _, value in outputs])
+    return Schedule(_numbered(items), inputs, outputs)
 
 
 def _numbered(items: Sequence[Op | Box]) -> tuple[Op | Box, ...]:
@@ -125,12 +143,12 @@ class _Maker:
         self.plan, self.facts = plan, facts
         self.wanted: dict[fx.Node, tuple[NdSbp, ...]] = {}
         self.layouts: dict[fx.Node, tuple[NdSbp, ...]] = {
-            node: (plan.inputs[name],) for name, node in plan.graph.placeholders.items()
+            node: (plan.on_mesh(plan.inputs[name]),) for name, node in plan.graph.placeholders.items()
         }
         self.items: list[Op | Box] = []
         self.made: set[LaidOut] = set()
         self.copies: dict[tuple[fx.Node, int, str], list[LaidOut]] = {}
-        self.routes: dict[tuple[NdSbp, NdSbp, TensorMeta], Route] = {}
+        self.paths = Paths(plan)
         self.expected: dict[tuple[fx.Node, int, str], dict[NdSbp, None]] = {}
         self.given_out: dict[tuple[fx.Node, int], list[NdSbp]] = {}
         names = {node: name for name, node in plan.graph.placeholders.items()}
@@ -166,7 +184,17 @@ class _Maker:
         outputs = tuple(LaidOut(node, i, layout) for i, layout in enumerate(self.layouts[node]))
         self.items.append(Op(node, inputs, outputs, phase))
         for value in outputs:
+            self._fold(value, phase)
             self._reduce(value, phase)
+
+    def _fold(self, value: LaidOut, phase: Phase) -> None:
+        """Puts micro-batches together at once where somebody wants all of them."""
+        if not self.plan.has_time or isinstance(value.layout[-1], Broadcast):
+            return
+        source = value.node, value.index
+        wanted = (*self.expected.get((*source, ""), ()), *self.given_out.get(source, ()))
+        if any(isinstance(layout[-1], Broadcast) for layout in wanted):
+            self._move(source, (*value.layout[:-1], B), "", phase)
 
     def _reduce(self, value: LaidOut, phase: Phase) -> None:
         """Reduces at once what nobody reads as a partial, unless that takes more memory.
@@ -214,11 +242,7 @@ class _Maker:
         node, index = value
         meta = self.facts[node].metas[index]
         assert meta is not None
-        known = (source, target, meta)
-        if known not in self.routes:
-            mesh, links = self.plan.placement.shape, self.plan.links
-            self.routes[known] = route(source, target, meta.shape, meta.dtype, mesh, links)
-        return self.routes[known]
+        return self.paths.of(source, target, meta)
 
     def _move(self, value: tuple[fx.Node, int], wanted: NdSbp, key: str, phase: Phase) -> LaidOut:
         """The moves to a layout from the nearest one that is there."""
@@ -232,7 +256,8 @@ class _Maker:
         for step in best.steps:
             then = LaidOut(node, index, step.target, key)
             if then not in self.made:
-                self.items.append(Box(step, here, then, phase))
+                is_fold = step.axis == self.plan.placement.num_axes and step.kind not in LOCAL_KINDS
+                self.items.append(Box(step, here, then, phase, folds=is_fold))
                 self.made.add(then)
                 self.copies.setdefault((node, index, key), []).append(then)
             here = then
