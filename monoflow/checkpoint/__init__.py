@@ -1,9 +1,9 @@
 """Checkpoints: logical tensors in files that fit any layout; every rank writes and reads its parts."""
 
 from .checkpointer import Checkpointer
-from .fill import check, fill, misfits, whole
 from .group import Alone, Group, group_of, together
 from .index import INDEX
+from .loading import check, fill, misfits, whole
 from .read import Checkpoint, Source, Wanted
 from .saver import Saver
 from .series import checkpoints

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from ..errors import CheckpointError
-from .fill import whole
 from .group import Alone, together
+from .loading import whole
 from .read import Checkpoint, Source
 from .tree import decode
 from .write import Contents, prepare, write

@@ -86,6 +86,7 @@ def contents_of(step: Step, stream: Any, extra: Mapping[str, Any] | None) -> Con
     meta = {
         "step": step.num_steps,
         "versions": {"monoflow": _version("monoflow"), "torch": torch.__version__},
+        "types": optimizer_types(subject),
         "optimizers": encode(groups_of(subject), "groups", tensors),
         "numbers": encode(live.numbers, "numbers", tensors),
         "random": torch.get_rng_state().numpy().tobytes().hex(),
@@ -98,7 +99,8 @@ def contents_of(step: Step, stream: Any, extra: Mapping[str, Any] | None) -> Con
             for key, value in (extra or {}).items()
         },
     }
-    others = live.buffers | live.state | {f"other:{name}": value for name, value in tensors.items()}
+    state = dict(sorted(live.state.items()))  # whichever way it began, the file is the same
+    others = live.buffers | state | {f"other:{name}": value for name, value in tensors.items()}
     return Contents(live.model, others, meta, _texts(step, subject))
 
 
@@ -125,6 +127,11 @@ def groups_of(subject: Subject) -> list[list[dict[str, Any]]]:
         ]
         for optimizer in subject.optimizers
     ]
+
+
+def optimizer_types(subject: Subject) -> list[str]:
+    """The class names of the optimizers."""
+    return [type(optimizer).__name__ for optimizer in subject.optimizers]
 
 
 def _texts(step: Step, subject: Subject) -> dict[str, str]:

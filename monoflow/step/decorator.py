@@ -215,7 +215,7 @@ class Step:
                 f"pin {pattern!r} gives {len(layout)} SBPs {sbp}; the placement has {num_axes} axes"
             )
         self._pins[pattern] = layout
-        self._drop()
+        self.forget_compiled()
         return self
 
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
@@ -344,7 +344,7 @@ class Step:
             interception.take(self, args, kwargs)
         world = self._world()
         if self._subject.refresh():
-            self._drop()
+            self.forget_compiled()
         kind, devices = kind_of(world, self._subject, args, kwargs), self._devices(world)
         several = not world.simulated and devices.size > 1
         if several:
@@ -470,8 +470,8 @@ class Step:
         devices = self._devices(world)
         fill(self._subject, Store(devices, world.hosted(devices), world.simulated), {}, _device(devices))
 
-    def _drop(self) -> None:
-        """Forgets what was compiled: it is for other modules or other pins."""
+    def forget_compiled(self) -> None:
+        """Forgets what was compiled: it is for other modules, pins or states."""
         for known in (self._versions, self._forms, self._bindings):
             known.clear()
         self._last = None

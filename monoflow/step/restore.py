@@ -15,7 +15,7 @@ import torch
 from ..checkpoint import Group, Source, Wanted, check, decode, fill, misfits, tensor_names, together, whole
 from ..compiler import Subject
 from ..errors import CheckpointError
-from .contents import PLAN, Live, Stateful, groups_of, live_tensors, model_aliases
+from .contents import PLAN, Live, Stateful, groups_of, live_tensors, model_aliases, optimizer_types
 
 if TYPE_CHECKING:
     from .decorator import Step
@@ -57,7 +57,7 @@ def restore(
     tensor = lambda name: whole(source, f"other:{name}")  # noqa: E731
     found = decode(meta.get("extra", {}), tensor)
     together(group, lambda: _put_objects(decode(meta.get("stream"), tensor), found, stream, extra or {}))
-    _put_tensors(source, subject, live, names, group)
+    _put_tensors(step, source, live, names, group)
     _put_rest(step, subject, meta, tensor)
     step.load_later(_waiting(step, source, subject, live, names, group))
     kept = {key: one["value"] for key, one in found.items() if not one["stateful"]}
@@ -151,7 +151,12 @@ def _group_misfits(meta: Mapping[str, Any], subject: Subject) -> list[str]:
     ours, theirs = groups_of(subject), meta["optimizers"]
     if len(ours) != len(theirs):
         return [f"it has {len(theirs)} optimizers, the step has {len(ours)}"]
-    found = []
+    types = meta.get("types") or optimizer_types(subject)
+    found = [
+        f"optimizer {number} is {saved} in it, {mine} here"
+        for number, (mine, saved) in enumerate(zip(optimizer_types(subject), types, strict=True))
+        if mine != saved
+    ]
     for number, (mine, saved) in enumerate(zip(ours, theirs, strict=True)):
         if len(mine) != len(saved):
             found.append(f"optimizer {number} has {len(saved)} parameter groups in it, {len(mine)} here")
@@ -180,8 +185,9 @@ def _put_objects(position: Any, saved: Mapping[str, Any], stream: Any, extra: Ma
 
 
 def _put_tensors(
-    source: Source, subject: Subject, live: Live, names: Mapping[str, str], group: Group
+    step: Step, source: Source, live: Live, names: Mapping[str, str], group: Group
 ) -> None:
+    subject = step.subject
     with torch.no_grad():
         fill(
             source,
@@ -195,8 +201,8 @@ def _put_tensors(
     for number, optimizer in enumerate(subject.optimizers):  # what had not begun has not begun now
         for param in subject.optimizer_params(optimizer):
             name = f"optimizer:{subject.state_name(number, param, '')}".removesuffix(":")
-            if name not in saved_of:
-                optimizer.state.pop(param, None)
+            if name not in saved_of and optimizer.state.pop(param, None):
+                step.forget_compiled()
 
 
 def _of_model(
@@ -219,8 +225,8 @@ def _put_rest(step: Step, subject: Subject, meta: Mapping[str, Any], tensor: Any
                 if key == "params" or key in _HOW:
                     continue
                 present = live.get(key)
-                if isinstance(present, torch.Tensor):  # the user may hold it
-                    present.copy_(torch.as_tensor(value))
+                if isinstance(present, torch.Tensor):  # groups may share it
+                    live[key] = torch.as_tensor(value).to(present)
                 else:
                     live[key] = (
                         value.item() if isinstance(value, torch.Tensor) and present is not None else value
@@ -257,11 +263,13 @@ def _waiting(
                 fill(source, _of_model(source, now, stored, born), group)
         begun = now.state
         ready = {name: begun[name] for name in names if name in begun}
-        if found := misfits(source, {name: _wanted(value) for name, value in ready.items()}):
+        of_saved = {name.rpartition(":")[0] for name in names}
+        wanted = {name: _wanted(x) for name, x in begun.items() if name.rpartition(":")[0] in of_saved}
+        if found := misfits(source, wanted):
             raise CheckpointError(f"{source.path} does not fit {step.name}:\n" + "\n".join(found))
         with torch.no_grad():
             fill(source, ready, group)
-        left = {name for name in names if name not in ready}
+        left = [name for name in names if name not in ready]
         for number, optimizer in enumerate(subject.optimizers):
             for param in subject.optimizer_params(optimizer):
                 prefix = f"optimizer:{subject.state_name(number, param, '')}"
