@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..errors import FlowError
 from .blocks import Block, BlockFiles, Opened, Paths
 
 #: Bytes that are read at a time; a block ends with the last line that ends in them.
@@ -21,8 +22,17 @@ def text(paths: Paths, encoding: str = "utf-8") -> TextLines:
         encoding: of the text; bytes that it does not allow make a sample corrupt.
 
     Raises:
-        FlowError: a path names no file.
+        FlowError: a path names no file, or the encoding does not write a line end as one byte.
     """
+    try:
+        ends_lines = "\n".encode(encoding) == b"\n"
+    except LookupError:
+        ends_lines = False
+    if not ends_lines:
+        raise FlowError(
+            f"encoding={encoding!r} is unknown, or does not write a line end as one byte, as UTF-8 and "
+            f"Latin-1 do: lines are told apart before they are decoded"
+        )
     return TextLines(paths, encoding)
 
 

@@ -21,7 +21,7 @@ from .blocks import BlockFiles
 from .load import read
 from .parts import OnError, Part, Recipe, Share
 from .source import Columns, Dataset, Samples, Sequence, as_source
-from .workers import join_rows, pin, read_in_workers
+from .workers import deaths_named, join_rows, pin, read_in_workers
 
 
 class StreamStats(NamedTuple):
@@ -119,7 +119,7 @@ class Stream:
         epoch, index = self.epoch, self._first
         self.epoch, self._first = epoch + 1, 0
         asked = time.perf_counter()
-        with closing(self._parts(epoch, index)) as parts:
+        with deaths_named(), closing(self._parts(epoch, index)) as parts:
             for part in parts:
                 batch = self._globalize(part)
                 index += 1
@@ -203,7 +203,7 @@ def stream(
     transform: Callable[[Any], Any] | None = None,
     workers: int = 0,
     prefetch: int = 2,
-    window: int = 8192,
+    window: int = 2048,
     on_error: OnError = "raise",
     pin_memory: bool | None = None,
 ) -> Stream:

@@ -5,6 +5,7 @@ The only file of this part that touches torch's private names.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import traceback
@@ -34,7 +35,7 @@ def read_in_workers(
 
     Raises:
         FlowError, LayoutError: what `read` raises, with the worker's traceback as a note.
-        RunError: a worker died.
+        RuntimeError: a worker died; `deaths_named` makes a RunError of it.
     """
     loader = DataLoader(
         _InWorker(read),
@@ -45,11 +46,17 @@ def read_in_workers(
         pin_memory=pin_memory,
         generator=torch.Generator(),  # else the loader draws from the model's generator
     )
+    for part in loader:
+        if isinstance(part, _Failure):
+            raise part.error()
+        yield part
+
+
+@contextlib.contextmanager
+def deaths_named() -> Iterator[None]:
+    """Within: torch's word that a worker died, which a signal may bring at any line, becomes a RunError."""
     try:
-        for part in loader:
-            if isinstance(part, _Failure):
-                raise part.error()
-            yield part
+        yield
     except RuntimeError as error:
         if not _DIED.search(str(error)):
             raise
@@ -72,8 +79,9 @@ def join_rows(parts: list[Part]) -> Part:
 
 
 def pin(rows: Any) -> Any:
-    """The same in page-locked memory, from which an accelerator copies while it computes."""
-    return pytree.tree_map_only(torch.Tensor, lambda x: x.pin_memory(), rows)
+    """The same with CPU tensors in page-locked memory, from which an accelerator copies while it computes."""
+    on_cpu = lambda x: isinstance(x, torch.Tensor) and x.device.type == "cpu"  # noqa: E731
+    return pytree.tree_map(lambda x: x.pin_memory() if on_cpu(x) else x, rows)
 
 
 def _cat(rows: list[Any]) -> Any:

@@ -319,6 +319,12 @@ def test_broken_text(tmp_path: Path) -> None:
         FlowError, match=r"sample 1 \(.*a\.txt, line 2 after byte 0\) cannot be loaded: UnicodeDec"
     ):
         list(stream(text(tmp_path / "a.txt"), 3, transform=len))
+    for encoding in ("utf-16", "no such"):
+        with pytest.raises(
+            FlowError, match=f"encoding='{encoding}' is unknown, or does not write a line end"
+        ):
+            text(tmp_path / "a.txt", encoding=encoding)
+    assert text(tmp_path / "a.txt", encoding="latin-1")[1] == "bÿd"
     data = stream(text(tmp_path / "a.txt"), 3, shuffle=False, transform=len, on_error="skip")
     assert values(data) == [[4, 4, 4]] and data.stats.skipped == 1
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from monoflow.data import Stream, stream, text
+from monoflow.data import Stream, parquet, stream, text
 from monoflow.data.workers import torch_worker
 from monoflow.errors import FlowError, LayoutError, RunError
 from tests.conftest import cli_environment
@@ -72,11 +74,19 @@ def number_of(line: str) -> torch.Tensor:
     return torch.tensor([float(line.split()[1]), torch.rand(())])
 
 
+def row_number(row: dict[str, Any]) -> int:
+    return int(row["i"])
+
+
 def make(kind: str, folder: Path, workers: int, **options: Any) -> Stream:
     if kind == "text":
         path = folder / "n.txt"
         path.write_text("".join(f"line {i}\n" for i in range(SIZE)))
         return stream(text(path), 5, transform=number_of, window=10, workers=workers, **options)
+    if kind == "parquet":
+        pq.write_table(pa.table({"i": range(SIZE)}), folder / "t.parquet", row_group_size=3)
+        data = parquet(folder / "t.parquet")
+        return stream(data, 5, transform=row_number, window=10, workers=workers, **options)
     dataset = {"map": Drawing, "iterable": Forward, "columns": lambda: torch.arange(SIZE)}[kind]()
     return stream(dataset, 5, window=10, workers=workers, **options)
 
@@ -86,7 +96,7 @@ def values(batches: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than a small machine has cores
-@pytest.mark.parametrize("kind", ["map", "iterable", "columns", "text"])
+@pytest.mark.parametrize("kind", ["map", "iterable", "columns", "text", "parquet"])
 def test_the_same_batches_from_any_number_of_workers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
