@@ -13,8 +13,8 @@ from torch import fx
 
 from ..errors import PlanError
 from ..graph.step_graph import info_of, is_getitem, op_call, op_name
-from ..sbp.layout import Split, fits, is_even
-from ..sbp.registry import OpRule, replicated
+from ..sbp.layout import At, Split, fits, is_even
+from ..sbp.registry import OpRule, replicated, staged
 from ..sbp.signature import OpCall, Signature
 from .calls import cut, sides
 
@@ -69,7 +69,11 @@ class _Checker:
     def _is_exact(self, call: OpCall, signature: Signature, size: int) -> bool:
         key = repr((call.op, call.args, dict(call.kwargs), call.outputs, signature, size))
         if key not in self._known:
-            self._known[key] = signature == replicated(call) or self._is_listed(call, signature, size)
+            stages = {one.stage for one in (*signature.inputs, *signature.outputs) if isinstance(one, At)}
+            runs_once = len(stages) == 1 and max(stages) < size and signature == staged(call, *stages)
+            self._known[key] = (
+                runs_once or signature == replicated(call) or self._is_listed(call, signature, size)
+            )
         return self._known[key]
 
     def _is_listed(self, call: OpCall, signature: Signature, size: int) -> bool:

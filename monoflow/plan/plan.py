@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from ..boxing.route import LinkCost
 from ..errors import PlanError
 from ..graph.step_graph import StepGraph, is_getitem, metas_of, op_name, source_of, tensor_args
 from ..mesh import Placement, placement
-from ..sbp.layout import B, Broadcast, NdSbp, Partial, Sbp, Split, text
+from ..sbp.layout import At, B, Broadcast, NdSbp, Partial, Sbp, Split, text
 from ..sbp.registry import OpRule
 from ..sbp.signature import Signature
 from ..sbp.sources import RuleBook
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .predict import Prediction
 
 
+_LETTERS: Mapping[type, str] = {Split: "S", Partial: "P", Broadcast: "B", At: "At"}
 _FORMAT = 4
 
 #: The name of the axis of micro-batches.
@@ -321,13 +322,9 @@ def fingerprint(graph: StepGraph) -> str:
 
 
 def _list(layout: tuple[Sbp, ...]) -> list:
-    return [
-        ["S", one.dim, one.blocks, one.unit] if isinstance(one, Split) else ["P", one.op]
-        if isinstance(one, Partial) else ["B"]
-        for one in layout
-    ]  # fmt: skip
+    return [[_LETTERS[type(one)], *astuple(one)] for one in layout]
 
 
 def _tuple(layout: list) -> tuple[Sbp, ...]:
-    made = {"S": Split, "P": Partial, "B": Broadcast}
+    made = {letter: kind for kind, letter in _LETTERS.items()}
     return tuple(made[one[0]](*one[1:]) for one in layout)
