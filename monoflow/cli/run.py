@@ -110,12 +110,12 @@ def write_trace(folder: Path, path: Path) -> None:
     if not timeline.events:
         sys.stderr.write(f"monoflow: no step ran, so {path} is not written\n")
         return
-    first = min(timeline.hosts)
+    first, last = min(timeline.hosts), max(timeline.hosts)
     if first:  # ranks of another host than the first one's
         path = path.with_stem(f"{path.stem}.rank{first}")
     write(timeline, path)
     sys.stderr.write(
-        f"monoflow: {path} has {len(timeline.events):,} firings of {len(timeline.hosts)} ranks; "
+        f"monoflow: {path} has {len(timeline.events):,} firings of ranks {first} to {last}; "
         f"`monoflow trace {path}` sums it up, https://ui.perfetto.dev shows it\n"
     )
 
