@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def _to_distributed(source: Source, model: dict[str, torch.Tensor], path: Path) 
         "optim": {"state": state, "param_groups": [group for groups in optimizers for group in groups]},
         "step": int(source.meta.get("step", 0)),
     }
-    save_distributed(content, storage_writer=FileSystemWriter(path), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        save_distributed(content, storage_writer=FileSystemWriter(path), no_dist=True)
 
 
 def mapped(source: Source, name: str) -> torch.Tensor:
