@@ -35,8 +35,25 @@ class Group:
         return len(self.ranks)
 
 
+class Board(Protocol):
+    """Where ranks in several processes tell each other that one of them failed."""
+
+    def tell(self, text: str) -> None:
+        """Says it to all ranks, unless one has said something before."""
+        ...
+
+    def heard(self) -> str | None:
+        """What a rank said first, this one included; None as long as all is well."""
+        ...
+
+
 class Transport(Protocol):
     """Carries tensors between the members of a group. Every method takes and gives the hosted ranks'."""
+
+    @property
+    def board(self) -> Board | None:
+        """Where other processes' ranks are heard of; None if this process hosts all ranks."""
+        ...
 
     def all_gather(self, tensors: Tensors, group: Group) -> dict[int, Tensor]:
         """Equally shaped tensors, stacked: (group size, *shape)."""

@@ -6,22 +6,40 @@ program order does: memory is then what the plan's schedule says it is (to gathe
 because all of them are there, would fill it), and backward of a micro-batch goes before forward of the next.
 Results do not depend on that order. Moves fire in one order for each channel, the same on every rank: they
 block, so that is what keeps data-driven firing from deadlock.
+
+Where nothing waits, in a simulation and on one device, actors fire in the thread that calls; a rank among
+others has `lanes`. On an accelerator its streams are the lanes: whoever calls puts the work into them.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Mapping, Sequence
-from time import perf_counter_ns
+import weakref
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..boxing.collectives import Transport
+from ..config import SETTINGS
 from ..mesh import Placement
+from .channels import HOST
 from .firing import Describe, Firing, Registers
-from .network import Actor, Marking, Network
-from .program import Kind, Program
+from .lanes import Crew, Results, Ticket
+from .liveness import verify_live
+from .network import Marking, Network
+from .program import Program
+from .ready import Ready
 from .recorder import Recorder
+
+
+class Done:
+    """A step that was over when it had started."""
+
+    def __init__(self, results: Results) -> None:
+        self._results = results
+
+    def result(self) -> Results:
+        """Tensors of the output ports of every hosted rank."""
+        return self._results
 
 
 class Engine:
@@ -33,86 +51,87 @@ class Engine:
         programs: by rank.
         transport: how tensors cross ranks.
         describe: names the origin of a graph node in error messages.
+        lanes: whether compute, moves and the host's work have a thread each, or one for all.
+        patience: seconds without any firing after which a step on lanes fails; 0 for no end.
 
     Attributes:
-        recorder: is told of every firing, if there is one.
+        recorder: is told of every firing, if there is one; may change at any time.
     """
 
     def __init__(
-        self, programs: Mapping[int, Program], placement: Placement, transport: Transport, describe: Describe
+        self,
+        programs: Mapping[int, Program],
+        placement: Placement,
+        transport: Transport,
+        describe: Describe,
+        lanes: bool = SETTINGS.lanes,
+        patience: float = SETTINGS.watchdog,
     ) -> None:
         self.programs, self.placement = programs, placement
-        self.network = Network(programs, placement)
-        self.firing = Firing(self.network, transport, describe)
+        on_cpu, board = placement.device_type == "cpu", transport.board
+        self.network = Network(programs, placement, one_order=board is None or not lanes or not on_cpu)
+        if SETTINGS.verify:
+            verify_live(self.network)
         self.recorder: Recorder | None = None
-        self.num_steps = 0
+        myself = weakref.ref(self)  # lanes must not keep their engine alive
 
-    def run(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, list[torch.Tensor]]:
-        """One step: tensors for every program's input ports to tensors of its output ports, by rank."""
-        registers = Registers(self.network)
-        for rank in list(inputs):
-            registers.fill(rank, inputs[rank])
+        def recorder() -> Recorder | None:
+            engine = myself()
+            return None if engine is None else engine.recorder
+
+        self.firing = Firing(self.network, transport, describe, recorder)
+        self.num_steps = 0
+        self._crew: Crew | None = None
+        waits = any(one.channel is HOST for one in self.network.actors)
+        if on_cpu and (board is not None or (waits and lanes)):
+            self._crew = Crew(self.network, self.firing, board, patience, one_lane=not lanes)
+            weakref.finalize(self, self._crew.stop)
+
+    def start(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Ticket | Done:
+        """Begins a step; returns once its inputs are taken, and the step before it is done.
+
+        Without lanes the step is over then.
+
+        Args:
+            inputs: tensors for every program's input ports, by rank.
+        """
+        registers = self._filled(inputs)
         del inputs  # so that registers hold the only references
+        return self._started(registers)
+
+    def run(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Results:
+        """One step: tensors for every program's input ports to tensors of its output ports, by rank."""
+        registers = self._filled(inputs)
+        del inputs
+        return self._started(registers).result()
+
+    def _filled(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Registers:
+        registers = Registers(self.network)
+        for rank, tensors in inputs.items():
+            registers.fill(rank, tensors)
+        return registers
+
+    def _started(self, registers: Registers) -> Ticket | Done:
+        self.num_steps += 1
+        if self._crew is not None:
+            return self._crew.start(registers)
         with torch.no_grad():
             self._drive(registers)
-        self.num_steps += 1
-        return {rank: registers.take(rank) for rank in self.programs}
+        return Done({rank: registers.take(rank) for rank in self.programs})
 
     def _drive(self, registers: Registers) -> None:
         """Fires actors until none is left."""
-        marking, actors = Marking(self.network), self.network.actors
+        marking, firing, actors = Marking(self.network), self.firing, self.network.actors
         ready = Ready((0, actor.task.index, actor.number) for actor in marking.ready())
         while ready:
             actor = actors[ready.pop()[2]]
             time = marking.begin(actor)
-            self._fire(registers, actor, time)
+            inputs = firing.read(registers, actor, time)
+            results = firing.work(actor, self.num_steps - 1, time, inputs)
+            firing.write(registers, actor, time, results)
+            del results
             for one in marking.end(actor):
                 ready.push((marking.fired[one.number], one.task.index, one.number))
-        assert marking.is_done, "\n".join(["the program cannot finish:", *marking.wait_for_graph()[:20]])
-
-    def _fire(self, registers: Registers, actor: Actor, time: int) -> None:
-        recorder = self.recorder  # it may change at any time
-        start = perf_counter_ns() if recorder is not None else 0
-        inputs = [registers.read(actor, member, time) for member in actor.members]
-        results = self.firing.work(actor, time, inputs)
-        if recorder is not None:
-            report(recorder, actor, self.num_steps, time, start, results)
-        for member, made in zip(actor.members, results, strict=True):
-            registers.write(member, time, made)
-
-
-class Ready:
-    """Actors that could fire, as (micro-batch, task index, number in the network); the first of them goes."""
-
-    def __init__(self, entries: Iterable[tuple[int, int, int]]) -> None:
-        self._heap = list(entries)
-        heapq.heapify(self._heap)
-
-    def push(self, entry: tuple[int, int, int]) -> None:
-        """Adds an actor."""
-        heapq.heappush(self._heap, entry)
-
-    def pop(self) -> tuple[int, int, int]:
-        """Takes out the actor that fires next."""
-        return heapq.heappop(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-
-def report(
-    recorder: Recorder,
-    actor: Actor,
-    step: int,
-    time: int,
-    start: int,
-    results: Sequence[Sequence[torch.Tensor]],
-) -> None:
-    """Tells a recorder of a firing that has just ended."""
-    end = perf_counter_ns()
-    kind = Kind.ACCUMULATE if actor.folds else actor.task.kind
-    for member, made in zip(actor.members, results, strict=True):
-        num_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in made)
-        recorder.record(
-            str(actor.channel), kind, member.task.name, member.rank, step, time, start, end, num_bytes
-        )
+        if not marking.is_done:
+            lines = [text for _, text in marking.wait_for_graph()]
+            raise AssertionError("\n".join(["the program cannot finish:", *lines[:20]]))

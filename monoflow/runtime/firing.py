@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 from types import TracebackType
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from ..boxing.collectives import AxisMove, Transport, apply_move
 from .accumulate import accumulated
 from .network import Actor, Member, Network
+from .program import Kind
+from .recorder import Recorder
 
 Tensor = torch.Tensor
 #: Describes a failing op of a task for the user: node name -> "module, file:line".
@@ -79,21 +82,60 @@ class Firing:
     Args:
         transport: how tensors cross ranks.
         describe: names the origin of a graph node in error messages.
+        recorder: who is to be told of a firing now.
     """
 
-    def __init__(self, network: Network, transport: Transport, describe: Describe) -> None:
+    def __init__(
+        self,
+        network: Network,
+        transport: Transport,
+        describe: Describe,
+        recorder: Callable[[], Recorder | None] = lambda: None,
+    ) -> None:
         self.network, self.transport, self.describe = network, transport, describe
+        self.recorder = recorder
         self.placement = network.placement
 
-    def work(self, actor: Actor, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
-        """Runs one firing.
+    def read(self, registers: Registers, actor: Actor, time: int) -> list[list[Tensor]]:
+        """What each member of an actor reads."""
+        return [registers.read(actor, member, time) for member in actor.members]
+
+    def write(self, registers: Registers, actor: Actor, time: int, results: list[Sequence[Tensor]]) -> None:
+        """Puts what each member made."""
+        for member, made in zip(actor.members, results, strict=True):
+            registers.write(member, time, made)
+
+    def work(self, actor: Actor, step: int, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
+        """Runs one firing, and tells the recorder.
 
         Args:
+            step, time: the number of the step, and of the micro-batch.
             inputs: what each member reads; emptied, so that the list holds the last references.
 
         Returns:
             What each member writes. An exception gets a note with the task, the op and the user's line.
         """
+        recorder = self.recorder()
+        if recorder is None:
+            return self._done(actor, time, inputs)
+        start = perf_counter_ns()
+        results = self._done(actor, time, inputs)
+        end = perf_counter_ns()
+        kind = Kind.ACCUMULATE if actor.folds else actor.task.kind
+        for member, made in zip(actor.members, results, strict=True):
+            num_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in made)
+            name, rank = member.task.name, member.rank
+            recorder.record(str(actor.lane), kind, name, rank, step, time, start, end, num_bytes)
+        return results
+
+    def origin(self, actor: Actor) -> str:
+        """The user's line of a task's first op; "" of a move."""
+        if actor.task.compute is None:
+            return ""
+        nodes = actor.task.compute.graph.nodes
+        return next((self.describe(node.name) for node in nodes if node.op == "call_function"), "")
+
+    def _done(self, actor: Actor, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
         if actor.task.move is None:
             return [self._compute(actor, time, inputs[0])]
         try:
@@ -125,10 +167,7 @@ class Firing:
             member.rank: given.pop() if given else self._nothing(member)
             for member, given in zip(actor.members, inputs, strict=True)
         }
-        if len(actor.task.move.mesh) == self.placement.num_axes:
-            results = apply_move(actor.task.move, held, self.placement, self.transport)
-        else:
-            results = apply_move(actor.task.move, held, self.placement, self.transport, time)
+        results = apply_move(actor.task.move, held, self.placement, self.transport, time)
         del held
         return [[results.pop(member.rank)] if member.outputs else [] for member in actor.members]
 

@@ -16,7 +16,6 @@ it without any.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -74,7 +73,8 @@ class Actor:
     Attributes:
         fires: how often in a step.
         folds: whether it is a move along time, which fills its output when it fires for the last time.
-        channel: the lane that it runs on; where a move has turns, those.
+        lane: where it runs: compute, host, or the channel of a move.
+        channel: whose order it keeps to: its lane's, or that of all, in one thread.
         takes: the edges into it.
         gives: (edge, tokens) of every firing, and of the last one of a step.
     """
@@ -83,6 +83,7 @@ class Actor:
     members: tuple[Member, ...]
     fires: int
     folds: bool
+    lane: Channel
     channel: Channel
     takes: list[int] = field(default_factory=list)
     gives: list[tuple[int, int]] = field(default_factory=list)
@@ -165,11 +166,12 @@ class Network:
         for rank, program in self.programs.items():
             for task in program.tasks:
                 member = self._member(rank, task)
-                number = meetings.get(task.order) if task.move is not None else None
+                meets = channel_of(task, self.placement, rank) is not COMPUTE
+                number = meetings.get(task.order) if meets else None
                 if number is None:
                     number = len(members)
                     members.append([])
-                    if task.move is not None:
+                    if meets:
                         meetings[task.order] = number
                 members[number].append(member)
                 self._actor_of[rank, task.index] = number
@@ -185,7 +187,7 @@ class Network:
         rank, task = members[0].rank, members[0].task
         folds = task.move is not None and task.move.axis == self.placement.num_axes
         channel = HOST if task.kind in HOST_KINDS else channel_of(task, self.placement, rank)
-        actor = Actor(number, members, self._fires(task), folds, channel)
+        actor = Actor(number, members, self._fires(task), folds, channel, channel)
         if channel not in (COMPUTE, HOST):
             self._check_together(actor)
             if self.one_order:
@@ -367,16 +369,11 @@ class Marking:
         """The micro-batch that an actor is at."""
         return f", micro-batch {min(self.fired[actor.number], actor.fires - 1)}" if actor.fires > 1 else ""
 
-    def wait_for_graph(self) -> list[str]:
-        """A line for each actor that runs or waits and what it waits for."""
-        lines = [
-            f"{actor.place}{self.when(actor)} runs"
-            for actor in itertools.compress(self.network.actors, map(self._runs, self.network.actors))
-        ]
+    def wait_for_graph(self) -> Iterator[tuple[Actor, str]]:
+        """Every actor that runs or waits, and what it waits for."""
+        for number in sorted(self.running):
+            actor = self.network.actors[number]
+            yield actor, f"{actor.place}{self.when(actor)} runs"
         for actor, edges in self.waiting():
             what = "; ".join(self.described(actor, edge) for edge in edges)
-            lines.append(f"{actor.place}{self.when(actor)} {what or 'can fire'}")
-        return lines
-
-    def _runs(self, actor: Actor) -> bool:
-        return actor.number in self.running
+            yield actor, f"{actor.place}{self.when(actor)} {what or 'can fire'}"

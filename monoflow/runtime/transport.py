@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..boxing import Group, Tensors, reduce
 from ..mesh import Placement
+from .board import StoreBoard, number_of_groups
 
 Tensor = torch.Tensor
 
@@ -59,18 +62,21 @@ def _matches(key: CommKey, kind: str | None, axis: str | None) -> bool:
 
 @dataclass
 class _Counter:
-    """Counts what one rank sends."""
+    """Counts what one rank sends, from any thread."""
 
     axes: tuple[str, ...]
     counts: dict[CommKey, tuple[int, int]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, group: Group, kind: str, dtype: torch.dtype, num_bytes: int) -> None:
         key = CommKey(self.axes[group.axis], kind, str(dtype).removeprefix("torch."))
-        calls, sent = self.counts.get(key, (0, 0))
-        self.counts[key] = (calls + 1, sent + num_bytes)
+        with self.lock:
+            calls, sent = self.counts.get(key, (0, 0))
+            self.counts[key] = (calls + 1, sent + num_bytes)
 
     def snapshot(self) -> CommStats:
-        return CommStats(dict(self.counts))
+        with self.lock:
+            return CommStats(dict(self.counts))
 
 
 def _bytes_sent(kind: str, tensor: Tensor, group: Group) -> int:
@@ -92,6 +98,8 @@ class SimTransport:
 
     Reductions go in axis order, in the tensors' own dtype.
     """
+
+    board = None  # there is no other process to tell anything
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -167,19 +175,24 @@ class SimTransport:
 class DistTransport:
     """One rank of a placement in a torch.distributed run; it hosts that rank alone.
 
-    Args:
-        mesh: torch's device mesh of the placement. Left out, one is made, which is a collective of the whole
-            world: every process makes one for the same placement, also one whose rank is not in it.
+    It has process groups of its own, so that its collectives never meet those of anyone else. To make one is
+    a collective of the whole world: every process makes one, also one whose rank is not in the placement.
 
     Gloo and NCCL both have every collective used here (reduce-scatter and all-to-all with uneven splits
     included, Gloo since torch 2.7). What they lack is dtypes: see `_carrier`.
+
+    Attributes:
+        board: where the ranks hear of each other's failures.
     """
 
-    def __init__(self, placement: Placement, rank: int, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, placement: Placement, rank: int) -> None:
         self.placement, self.rank = placement, rank
-        grid = torch.tensor(placement.ranks, dtype=torch.int).view(placement.shape)
-        self._mesh = mesh or DeviceMesh(placement.device_type, grid, mesh_dim_names=placement.axes)
+        self.board = StoreBoard(number_of_groups())
+        self._groups = {
+            axis: _group_along(axis, placement, rank) for axis, size in enumerate(placement.shape) if size > 1
+        }
         self._counter = _Counter(placement.axes)
+        weakref.finalize(self, _leave, list(self._groups.values())).atexit = False
 
     def stats(self) -> CommStats:
         """What this rank has sent so far."""
@@ -254,7 +267,7 @@ class DistTransport:
     def send(
         self, tensors: Tensors, source: int, target: int, shape: tuple[int, ...], group: Group
     ) -> dict[int, Tensor]:
-        tensor, pair = self._own(tensors), self._mesh.get_group(group.axis)
+        tensor, pair = self._own(tensors), self._groups[group.axis]
         if self.rank == source:
             assert tuple(tensor.shape) == shape, f"{list(tensor.shape)} is to be sent as {list(shape)}"
             self._count(group, "send", tensor)
@@ -274,12 +287,31 @@ class DistTransport:
 
     def _name(self, group: Group) -> str:
         """The process group along an axis; functional collectives go by name."""
-        return self._mesh.get_group(group.axis).group_name
+        group_along = self._groups[group.axis]
+        assert group_along is not None, f"rank {self.rank} is not in {self.placement}"
+        return group_along.group_name
 
     def _seats(self, group: Group) -> list[int]:
         """For each member, in axis order, its rank in the process group: torch sorts those."""
-        ordered = dist.get_process_group_ranks(self._mesh.get_group(group.axis))
+        ordered = dist.get_process_group_ranks(self._groups[group.axis])
         return [ordered.index(rank) for rank in group.ranks]
+
+
+def _group_along(axis: int, placement: Placement, rank: int) -> dist.ProcessGroup | None:
+    """The process group of a rank along an axis; every process makes those of all ranks."""
+    own = None
+    for ranks in dict.fromkeys(placement.group(axis, member) for member in placement.ranks):
+        group = dist.new_group(sorted(ranks))
+        own = group if rank in ranks else own
+    return own  # pyright: ignore[reportReturnType]
+
+
+def _leave(groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Gives back process groups, unless all of them have been."""
+    for group in groups:
+        with contextlib.suppress(ValueError):
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 def _inverse(seats: Sequence[int]) -> list[int]:
