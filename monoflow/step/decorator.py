@@ -220,6 +220,7 @@ class Step:
 
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
         """The captured graph for these arguments; reads no values, so meta models do."""
+        fill_attributes(self._subject)
         return trace(self._function, self._subject, args, kwargs, self._batch_stats).graph
 
     def compile(self, *args: Any, **kwargs: Any) -> Plan:

@@ -131,7 +131,7 @@ def _is_scalar(view: View) -> bool:
 
 def _elementwise_ops(view: View) -> list[Op] | None:
     """The ops that made a tensor if all of them are elementwise on it or boxes of it; else None."""
-    if not view.is_all or view.num_elements == 1:
+    if not view.is_all or view.num_elements == 1 or view.memory.constant is not None:
         return None
     ops = needed_ops([view.memory], through=lambda read: not _is_scalar(read))
     return ops if all(_is_elementwise(op, view.size) for op in ops) else None

@@ -83,6 +83,8 @@ WHOLE = {
     "orthogonal": lambda: nn.init.orthogonal_(empty(), gain=2),
     "eye": lambda: nn.init.eye_(empty()),
     "sparse": lambda: nn.init.sparse_(empty(), 0.5),
+    "list": lambda: torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+    "written list": lambda: torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).mul_(2),
     "transposed": lambda: torch.empty(COLUMNS, ROWS).normal_().t(),
     "permutation": lambda: torch.randperm(ROWS),
     "position": lambda: torch.outer(torch.arange(ROWS), torch.arange(COLUMNS) / 3).sin(),
@@ -119,7 +121,7 @@ def test_every_part_is_bitwise_the_part_of_the_whole(
     assert bool(wholes) == (name in WHOLE), "a tensor was made whole that need not be, or the reverse"
 
 
-@pytest.mark.parametrize("name", ["constant", "eye", "dirac", "position"])
+@pytest.mark.parametrize("name", ["constant", "eye", "dirac", "position", "list", "written list"])
 def test_what_is_not_random_is_what_torch_makes(name: str) -> None:
     make = (ELEMENTWISE | WHOLE)[name]
     with flow.lazy(), torch.no_grad():
