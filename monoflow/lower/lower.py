@@ -1,4 +1,4 @@
-"""Lowering: cut the schedule into tasks at the collectives, and give every rank its local form of them."""
+"""Lowering: cut the schedule into tasks at the moves, and give every rank its local form of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx
 
-from ..boxing.collectives import AxisMove, run_local
-from ..graph.step_graph import metas_of, output_paths
-from ..plan.donate import IN_PLACE, Donations, donations, overwritten
+from ..graph.step_graph import metas_of
+from ..plan.donate import Donations, donations, overwritten
 from ..plan.parts import Parts
 from ..plan.plan import Plan
 from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
-from ..runtime.program import Port, Program, Register, Task, task_module, verify
+from ..runtime.program import Port, Program, Rate, Register, Task, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
-from .local import local_op, pick, update_in_place
+from .body import Where, body
+from .micro import alike
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def lower(
 
 @dataclass
 class _Segment:
-    """What runs between two collectives, or one collective."""
+    """What runs between two moves that are not local, or one such move; walked or not."""
 
     items: list[Op | Box] = field(default_factory=list)
     reads: list[LaidOut] = field(default_factory=list)
@@ -73,11 +72,12 @@ class _Segment:
 
 
 def _segments(made: Schedule) -> list[_Segment]:
-    """Cuts the schedule at its collectives and works out what crosses every cut."""
+    """Cuts the schedule at its moves and where the walk begins and ends; works out what crosses every cut."""
     segments: list[_Segment] = []
     for item in made.items:
         is_collective = isinstance(item, Box) and not item.is_local
-        if is_collective or not segments or segments[-1].collective is not None:
+        before = segments[-1] if segments else None
+        if is_collective or before is None or before.collective or before.items[0].walked != item.walked:
             segments.append(_Segment())
         segments[-1].items.append(item)
     last_use: dict[LaidOut, int] = {one: len(segments) for _, one in made.outputs}
@@ -108,13 +108,14 @@ class _RankLowering:
         device: torch.device,
     ) -> None:
         self.plan, self.made, self.segments, self.rules = plan, made, segments, rules
-        self.given, self.rank, self.device = given, rank, device
-        self.mesh = plan.placement.shape
-        self.coordinate = plan.placement.coordinate(rank)
+        self.given, self.rank = given, rank
+        self.where = Where(plan, rank, device)
+        self.classes = alike(plan, made)
         self.registers: list[Register] = []
         self.register_of: dict[LaidOut, int] = {}
 
     def program(self) -> Program:
+        """The rank's program, checked."""
         names = {node: name for name, node in self.plan.graph.placeholders.items()}
         for value in self.made.inputs:
             self._register(value)
@@ -132,26 +133,36 @@ class _RankLowering:
                 tuple(
                     Port(one.name, self.register_of[value], one.replaces) for one, value in self.made.outputs
                 ),
+                self.plan.micro_batches,
             )
         )
 
-    def _register(self, value: LaidOut) -> int:
+    def _register(self, value: LaidOut, rate: Rate = Rate.STEP) -> int:
         meta = metas_of(value.node)[value.index]
         assert meta is not None, f"{value.name} is absent"
-        shape = local_shape(meta.shape, value.layout, self.mesh, self.coordinate)
-        self.registers.append(Register(len(self.registers), value.name, shape, meta.dtype))
+        shape = local_shape(meta.shape, value.layout, self.plan.mesh, self.where.coordinate())
+        self.registers.append(Register(len(self.registers), value.name, shape, meta.dtype, rate=rate))
         self.register_of[value] = len(self.registers) - 1
         return len(self.registers) - 1
 
     def _task(self, position: int, segment: _Segment) -> Task:
         reads = tuple(self.register_of[value] for value in segment.reads)
+        rate = Rate.MICRO if segment.items[0].walked else Rate.STEP
         box = segment.collective
         if box is not None:
-            targets = tuple(self._register(value) for value in box.outputs)
-            name = f"{box.move.kind}:{box.source.name}"
-            return Task(position, name, str(box.phase), reads, targets, move=box.move, order=box.order)
-        module = _Body(self, segment).build()
-        writes = tuple(self._register(value) for value in segment.writes)
+            filled = Rate.STEP if box.folds else rate
+            targets = tuple(self._register(value, filled) for value in box.outputs)
+            return Task(
+                position, f"{box.move.kind}:{box.source.name}", str(box.phase), reads, targets,
+                move=box.move, order=box.order, rate=rate,
+            )  # fmt: skip
+        modules = [
+            body(
+                segment.items, self._named(segment), segment.writes, self.where, times, self.given, self.rules
+            )
+            for times in (self.classes if rate is Rate.MICRO else self.classes[:1])
+        ]
+        writes = tuple(self._register(value, rate) for value in segment.writes)
         after = {
             reader
             for item in segment.items
@@ -161,53 +172,16 @@ class _RankLowering:
         }
         phase = next((str(item.phase) for item in segment.items), "")
         first = next((item.node.name for item in segment.items if isinstance(item, Op)), "moves")
-        return Task(position, first, phase, reads, writes, compute=module, after=tuple(sorted(after)))
+        others = {
+            time: module
+            for module, times in zip(modules[1:], self.classes[1:], strict=False)
+            for time in times
+        }
+        return Task(
+            position, first, phase, reads, writes,
+            compute=modules[0], after=tuple(sorted(after)), rate=rate, others=others,
+        )  # fmt: skip
 
-
-class _Body:
-    """The fx module of one compute task on one rank."""
-
-    def __init__(self, owner: _RankLowering, segment: _Segment) -> None:
-        self.owner, self.segment = owner, segment
-        self.graph = fx.Graph()
-        self.env: dict[LaidOut, fx.Node] = {}
-
-    def build(self) -> fx.GraphModule:
-        for value in self.segment.reads:
-            self.env[value] = self.graph.placeholder(f"r{self.owner.register_of[value]}")
-        for item in self.segment.items:
-            if isinstance(item, Op):
-                self._op(item)
-            else:
-                self._local_move(item)
-        self.graph.output([self.env[value] for value in self.segment.writes])
-        self.graph.eliminate_dead_code(
-            lambda node: node.op != "call_function" or node.target is update_in_place
-        )
-        return task_module(self.graph)
-
-    def _op(self, item: Op) -> None:
-        owner = self.owner
-        arguments = [self.env[value] for value in item.inputs]
-        (target, args, kwargs), _ = local_op(
-            item, arguments, owner.rules, owner.mesh, owner.coordinate, owner.device
-        )
-        if item.node in owner.given.nodes:
-            target, args = update_in_place, (IN_PLACE[item.node.target], *args[1:])
-        result = self.graph.create_node("call_function", target, args, kwargs, name=item.node.name)  # pyright: ignore
-        for value, node in zip(item.outputs, pick(self.graph, result, output_paths(item.node)), strict=True):
-            self.env[value] = node
-
-    def _local_move(self, item: Box) -> None:
-        owner, move = self.owner, item.move
-        source = self.env[item.source]
-        if move.mesh[move.axis] == 1 or move.kind == "drop":
-            self.env[item.target] = source
-            return
-        index = owner.coordinate[move.axis]
-        axis_move = AxisMove.of(move, owner.coordinate)
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            return run_local(axis_move, index, tensor)
-
-        self.env[item.target] = self.graph.call_function(cut, (source,))
+    def _named(self, segment: _Segment) -> Mapping[LaidOut, str]:
+        """What a task reads, by the name of its register."""
+        return {value: f"r{self.register_of[value]}" for value in segment.reads}

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..errors import PlanError
 from ..graph.step_graph import NodeInfo, Phase, Role, info_of, op_call, op_name, source_of
-from ..sbp.layout import B, Broadcast, NdSbp, Partial, Sbp, Split, fits, is_even, text
+from ..sbp.layout import B, Broadcast, NdSbp, P, Partial, Sbp, Split, fits, is_even, text
 from ..sbp.registry import OpRule, replicated
 from ..sbp.signature import OpCall, Signature
 from ..sbp.sources import RuleBook
@@ -135,6 +135,7 @@ class _Walk:
         for node, own in self.facts.items():
             if node.op != "placeholder":
                 self._add(node, own)
+        self._postpone()
         self._sink()
         self._refuse_barriers()
         return self.chosen
@@ -349,6 +350,44 @@ class _Walk:
         )
 
     # --- from the end ------------------------------------------------------------------------------
+
+    def _postpone(self) -> None:
+        """Lets what is made of one sum be made of the whole sum, once, where only the end reads it.
+
+        A gradient that is turned or scaled is so once a step, and devices then exchange it once. Not where it
+        gets smaller or takes another dtype: a sum in bfloat16 is less exact than one of casts to float32.
+        """
+        users: dict[Value, list[fx.Node]] = {}
+        for node in reversed(list(self.chosen)):
+            own, call = self.facts[node], self.calls[node]
+            read_late = all(
+                user in self.late
+                for index in range(len(call.outputs))
+                for user in users.get((node, index), ())
+            )
+            if (
+                read_late
+                and node not in self.late
+                and own.phase in _WALKED
+                and self._is_of_one_sum(own, call)
+            ):
+                self.late[node] = node
+                self._choose(node, replicated(call))
+            for value in own.sources:
+                users.setdefault(value, []).append(node)
+
+    def _is_of_one_sum(self, own: NodeFacts, call: OpCall) -> bool:
+        partials = [
+            meta for value, meta in zip(own.sources, call.inputs, strict=True) if self.given[value] == P
+        ]
+        rest = [value for value in own.sources if self.given[value] != P]
+        return (
+            len(partials) == len(call.outputs) == 1
+            and call.outputs[0] is not None
+            and partials[0].dtype == call.outputs[0].dtype
+            and partials[0].numel <= call.outputs[0].numel
+            and all(self._is_there(value) and value not in self.offers for value in rest)
+        )
 
     def _sink(self) -> None:
         """Lets nodes make only a micro-batch's part where that is all that anybody reads."""
