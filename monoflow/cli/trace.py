@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from ..plan.tabulate import duration, size
-from ..runtime.messages import Wait, held, messages, most_live, waits
+from ..runtime.messages import Wait, held, messages, most_live, waits, without_waiting
 from ..runtime.trace import (
     Breakdown,
     Exposed,
@@ -87,7 +87,8 @@ def summarize(timeline: Timeline) -> Summary:
     """The figures of a timeline."""
     events, sent = timeline.events, messages(timeline.events, timeline.wirings)
     lengths = sorted(span.end - span.start for span in step_times(events).values())
-    spent = breakdown(events)
+    moved = without_waiting(events, timeline.wirings)
+    spent = breakdown(moved)
     wirings = {(one.program, one.rank): one for one in timeline.wirings}
     live: dict[str, tuple[int, int]] = {}
     for (program, rank, register), count in most_live(sent).items():
@@ -100,7 +101,7 @@ def summarize(timeline: Timeline) -> Summary:
         spent,
         time_by_kind(events),
         bubble(events),
-        exposed_communication(events),
+        exposed_communication(moved),
         waits(events, sent),
         live,
         {rank: max(level for _, level in levels) for (rank, _), levels in held(sent).items()},
@@ -126,6 +127,7 @@ def trace(paths: Sequence[Path], as_json: bool, joined: Path | None, console: Co
         console.out(json.dumps(summary.as_data(), indent=1), highlight=False)
     else:
         console.print(_report(timeline, summary))
+        console.print(f"\n[bold]{summary.bottleneck}", soft_wrap=True)
     return 0
 
 
@@ -151,7 +153,7 @@ def _report(timeline: Timeline, summary: Summary) -> RenderableType:
             parts += ["", _waits(summary.waits[:_MOST_WAITS], len(summary.waits))]
         peak = max(summary.peak_bytes.values(), default=0)
         parts += ["", _registers(summary), f"at most {size(peak)} at a time, the step's inputs left out"]
-    return Group(*parts, "", f"[bold]{summary.bottleneck}")
+    return Group(*parts)
 
 
 def _spent(summary: Summary) -> Table:

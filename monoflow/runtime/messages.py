@@ -182,6 +182,18 @@ def crossings(events: Sequence[Event], wirings: Sequence[Wiring]) -> list[Crossi
     return sorted(found, key=lambda one: one.target.start)
 
 
+def without_waiting(events: Sequence[Event], wirings: Sequence[Wiring]) -> list[Event]:
+    """The events with moves that begin when the last of their ranks was there: before that they only waited.
+
+    A sender does not wait for its receiver. Where a rank's part was not recorded, nothing is known to wait.
+    """
+    arrived = {target: source.start for source, target in crossings(events, wirings)}
+    return [
+        one._replace(start=min(one.end, max(one.start, arrived[one]))) if one in arrived else one
+        for one in events
+    ]
+
+
 def waits(events: Sequence[Event], found: Sequence[Message]) -> list[Wait]:
     """What compute waited for, longest first: the register that was filled last before it went on.
 

@@ -146,7 +146,8 @@ class Exposed(NamedTuple):
 def exposed_communication(events: Sequence[Event]) -> Exposed:
     """How much of the communication runs while its rank computes nothing.
 
-    A collective starts when the rank is ready for it: waiting for ranks that are late is part of it.
+    A move starts when its rank is ready for it: waiting for other ranks is part of it, unless events went
+    through `messages.without_waiting`.
     """
     exposed = total = 0
     for own in by_rank(events).values():

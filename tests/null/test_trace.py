@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monoflow.runtime.messages import crossings, fills, held, messages, most_live, waits
+from monoflow.runtime.messages import crossings, fills, held, messages, most_live, waits, without_waiting
 from monoflow.runtime.ring import EVENTS, NAMES, Ring, read_part
 from monoflow.runtime.trace import (
     Breakdown,
@@ -259,8 +259,15 @@ def test_actors_of_one_name_are_told_apart_by_their_order() -> None:
 
 def test_collectives_wait_for_the_rank_that_comes_last() -> None:
     events = [*accumulated(0), *accumulated(1, shift=5)]
-    (one,) = crossings(events, [accumulating(0), accumulating(1)])
+    wirings = [accumulating(0), accumulating(1)]
+    (one,) = crossings(events, wirings)
     assert (one.source.rank, one.source.start, one.target.rank) == (1, 67, 0)
+    changed = [
+        (new.rank, new.name, new.start, new.end)
+        for old, new in zip(events, without_waiting(events, wirings), strict=True)
+        if old != new
+    ]
+    assert changed == [(0, "all_reduce:grad", 67, 80)]
 
 
 def test_a_receiver_waits_for_its_sender() -> None:
@@ -275,6 +282,7 @@ def test_a_receiver_waits_for_its_sender() -> None:
     ]
     (one,) = crossings(events, [sender, receiver])
     assert (one.source.name, one.target.name, one.target.step) == ("send", "receive", 0)
+    assert [one.start for one in without_waiting(events, [sender, receiver])] == [10, 10, 30]
 
 
 def test_what_compute_waited_for() -> None:
