@@ -217,6 +217,13 @@ def test_shuffling_of_an_iterable_stays_in_its_window() -> None:
         assert any([set(both) for both in zip(*pair, strict=True)] == one for one in runs)
 
 
+def test_other_samples_of_an_iterable_are_left_over_in_each_epoch() -> None:
+    data = stream(Forward(10), 4, drop_last=True, window=100)
+    left = [frozenset(range(10)) - set(itertools.chain(*values(data))) for _ in range(6)]
+    assert {len(one) for one in left} == {2}
+    assert len(set(left)) > 2
+
+
 def test_shards_come_in_a_random_order_and_in_theirs_when_asked() -> None:
     dataset = Sharded()
     data = stream(dataset, 4, window=4)
