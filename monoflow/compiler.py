@@ -148,6 +148,7 @@ def plan(
     name: str,
     pins: Mapping[str, tuple],
     memory: int | None = None,
+    stages: Mapping[str, int] | None = None,
 ) -> Plan:
     """Plans the captured step; warns of every op that has no rule, with what its replication costs.
 
@@ -155,6 +156,7 @@ def plan(
         placements: grids of the same devices to choose from.
         name: "auto", or a template.
         memory: bytes that a rank may hold; 0 for no limit, None for what an accelerator has.
+        stages: per pattern of module names, the stage of a pipeline that they lie at.
     """
     log = stage_logger("plan")
     start = time.perf_counter()
@@ -163,7 +165,9 @@ def plan(
         machine = machine_for(placement) if placement.size > 1 and name == AUTO else None
         limit = memory if memory is not None else default_limit(placement)
         try:
-            candidates.append(plan_step(captured.graph, placement, name, pins, machine, limit=limit))
+            candidates.append(
+                plan_step(captured.graph, placement, name, pins, machine, limit=limit, stages=stages)
+            )
         except PlanError as error:  # another grid may fit
             refused.append(error)
     if not candidates:
@@ -179,6 +183,8 @@ def plan(
             )  # fmt: skip
     seconds = time.perf_counter() - start
     log.info("planned %s as %r on %s in %.2f s", made.graph.name, name, made.placement, seconds)
+    if made.has_time:
+        log.info("the batch is walked in %d micro-batches", made.micro_batches)
     if made.search is not None and made.predicted is not None:
         log.info(
             "predicted %.4g s a step, %s bytes at the peak; no plan is more than %.1f %% faster",

@@ -88,6 +88,7 @@ def graph(
     plan: str | Path | None = None,
     memory: int | str | None = None,
     batch_stats: str = "global",
+    micro_batches: int | Literal["auto"] = "auto",
 ) -> Callable[[Callable], Step]:
     """Makes a step function a compiled step: captured once, planned over all devices, run as a program.
 
@@ -96,13 +97,16 @@ def graph(
         placement: the devices and their grid; "auto" (the default) for all ranks of the job, in the grid that
             suits the plan.
         plan: "auto" (the default) for the fastest plan that a search finds; a template, "data", "zero",
-            "tensor", or one an axis as in "data x tensor"; or the `Path` of a saved plan.
+            "tensor", "pipeline", or one an axis as in "pipeline x data"; or the `Path` of a saved plan.
         memory: what a rank may hold at any time during a step, in bytes or as "80GB", for "auto". Left out:
             most of an accelerator's memory, and no limit on a CPU.
         batch_stats: batch norm in training takes its statistics over the "global" batch, the same on every
             layout, or over the rows of a rank alone ("local", as DistributedDataParallel does; the running
             statistics are the ranks' mean, and `plan` is "data" unless given). "local" changes the numbers
             with the layout, so that `verify` is not expected to hold.
+        micro_batches: in how many parts the batch is walked, one after the other, with the same numbers: less
+            is held at a time, and gradients add up in place. "auto" (the default) is one, or where nothing
+            fits `memory` then, the fewest that do. An op that needs the whole batch at once is refused.
 
     Returns:
         A decorator. The step is called as the function was, with the global batch.
@@ -117,7 +121,7 @@ def graph(
         )
     if plan is not None and not isinstance(plan, (str, Path)):
         raise PlanError(
-            f"plan={plan!r} is no plan; choose auto, data, zero, tensor, a product of them, or a Path"
+            f"plan={plan!r} is no plan; choose auto, data, zero, tensor, pipeline, a product, or a Path"
         )
     if placement == "auto":
         placement = None
@@ -129,9 +133,10 @@ def graph(
         raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
     subject = subject_of(things)
     limit = _checked_memory(memory, plan)
+    num = _checked_micro_batches(micro_batches, plan)
 
     def decorate(function: Callable) -> Step:
-        return Step(function, subject, placement, plan, limit, batch_stats)
+        return Step(function, subject, placement, plan, limit, batch_stats, num)
 
     return decorate
 
@@ -151,12 +156,14 @@ class Step:
         plan: str | Path | None,
         memory: int | None = None,
         batch_stats: str = "global",
+        micro_batches: int | None = None,
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._subject = function, subject
         self._placement, self._plan, self._batch_stats = placement, plan, batch_stats
-        self._memory = memory
+        self._memory, self._micro_batches = memory, micro_batches
         self._pins: dict[str, tuple[Sbp, ...]] = {}
+        self._stages: dict[str, int] = {}
         self._versions = Versions(self.name)
         self._lock = threading.RLock()
         self._agreed: tuple[Kind, dict[str, int]] | None = None
@@ -215,6 +222,24 @@ class Step:
                 f"pin {pattern!r} gives {len(layout)} SBPs {sbp}; the placement has {num_axes} axes"
             )
         self._pins[pattern] = layout
+        self.forget_compiled()
+        return self
+
+    def stage(self, pattern: str, stage: int) -> Step:
+        """Fixes at which stage of a pipeline modules lie: forward, backward, update and parameters of them.
+
+        Args:
+            pattern: a module's name, or a pattern with `*` and ranges of numbers: "layers.0-5" is layers.0 to
+                layers.5 and all that is in them.
+            stage: from 0. What matches nothing, is not there or would send forward work back to an earlier
+                stage is reported when the step is compiled.
+
+        Raises:
+            PlanError: the stage is no such number.
+        """
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise PlanError(f"stage {pattern!r} at {stage!r}: stages are numbered from 0")
+        self._stages[pattern] = stage
         self.forget_compiled()
         return self
 
@@ -385,7 +410,7 @@ class Step:
     ) -> Compiled:
         # Statistics of a rank's own rows depend on how the batch is split: not for a search to choose.
         default = AUTO if self._batch_stats == "global" else "data"
-        wish = Wish(self._placement, self._plan or default, self._memory, self._pins)
+        wish = Wish(self._placement, self._plan or default, self._memory, self._pins, self._stages)
         before = self._last.plan if self._last is not None else None
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         batch = [one for one in leaves if isinstance(one, torch.Tensor)]
@@ -527,6 +552,17 @@ def _checked_memory(memory: object, plan: str | Path | None) -> int | None:
             "leave out one of them"
         )
     return limit
+
+
+def _checked_micro_batches(num: object, plan: str | Path | None) -> int | None:
+    """`micro_batches=` as a number, None for "auto". Raises PlanError."""
+    if num == "auto":
+        return None
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise PlanError(f'micro_batches={num!r} is no number of micro-batches; give 1, 2, ... or "auto"')
+    if isinstance(plan, Path):
+        raise PlanError(f"micro_batches={num}: the plan in {plan} says in how many; leave out one of them")
+    return num
 
 
 def _device(placement: Placement) -> torch.device:

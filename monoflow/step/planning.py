@@ -29,12 +29,14 @@ class Wish:
         plan: "auto", a template, or the path of a saved plan.
         memory: bytes that a rank may hold; 0 for no limit, None for what an accelerator has.
         pins: pattern -> layout, one SBP per axis.
+        stages: pattern of module names -> the stage of a pipeline that they lie at.
     """
 
     placement: Placement | None
     plan: str | Path
     memory: int | None
     pins: Mapping[str, NdSbp]
+    stages: Mapping[str, int]
 
 
 def make_plan(
@@ -64,7 +66,7 @@ def make_plan(
         if parts and (not grids or list(grids) == [line]):
             grids, stored = [line], {**stored, **parts}
         pins = {**stored, **wish.pins}
-        return plan(captured, grids or _grids(wish, line, world), wish.plan, pins, wish.memory)
+        return plan(captured, grids or _grids(wish, line, world), wish.plan, pins, wish.memory, wish.stages)
 
     if world.simulated or line.size == 1:
         return make()

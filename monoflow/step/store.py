@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..compiler import Role, Slot
 from ..errors import RunError
@@ -107,16 +107,12 @@ class Store:
 
     def wrapped(self, local: torch.Tensor, layout: NdSbp, shape: tuple[int, ...]) -> DTensor:
         """This rank's shard as a DTensor of global `shape`."""
-        stride = torch.empty(shape, device="meta").stride()
-        mesh = mesh_of(self.placement, layout)
-        return DTensor.from_local(
-            local,
-            mesh,
-            to_placements(on_mesh(layout)),
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=stride,
-        )
+        mesh, placements = mesh_of(self.placement, layout), to_placements(on_mesh(layout))
+        if not shape:  # which from_local takes for a shape that is not given
+            one = local if local.numel() else local.new_empty(())
+            return distribute_tensor(one, mesh, placements, src_data_rank=None)
+        size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
     def _replace(self, slot: Slot, layout: NdSbp, local: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Puts another tensor object in a slot; a parameter's gradient comes along."""
