@@ -77,8 +77,8 @@ def messages(events: Sequence[Event], wirings: Sequence[Wiring]) -> list[Message
                 if made is None:
                     continue
                 reads, last = made
-                if not wiring.readers[register]:
-                    last = ends[wiring.program, step]
+                if not wiring.readers[register]:  # a result, or of no use
+                    last = event.end if wiring.registers[register].micro else ends[wiring.program, step]
                 found.append(Message(wiring, register, event, reads, last))
     return sorted(found, key=lambda one: one.writer.end)
 

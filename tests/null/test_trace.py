@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monoflow.runtime.actors import Engine
 from monoflow.runtime.messages import crossings, fills, held, messages, most_live, waits, without_waiting
 from monoflow.runtime.ring import EVENTS, NAMES, Ring, read_part
 from monoflow.runtime.trace import (
@@ -26,7 +27,10 @@ from monoflow.runtime.trace import (
     time_by_kind,
     union,
 )
+from monoflow.runtime.transport import SimTransport
 from monoflow.runtime.wiring import ActorInfo, RegisterInfo, Wiring
+from tests.null.hand_made import pipeline as pipeline_programs
+from tests.null.hand_made import pipeline_inputs
 
 
 def event(
@@ -289,6 +293,42 @@ def test_what_compute_waited_for() -> None:
     events = accumulated()
     found = waits(events, messages(events, [accumulating()]))
     assert [tuple(one) for one in found] == [(0, "update", "grad_all", "all_reduce:grad", 18)]
+
+
+class Recording:
+    """Keeps what an engine tells it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def record(self, lane, kind, name, rank, step, time, start_ns, end_ns, num_bytes) -> None:
+        self.events.append(
+            Event("train", rank, lane, str(kind), name, step, time, start_ns, end_ns, num_bytes)
+        )
+
+
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (3, 2)])
+def test_a_pipelines_messages_never_exceed_its_slots(stages: int, count: int) -> None:
+    programs = pipeline_programs(stages, count)
+    place = programs[0].placement
+    engine = Engine(programs, place, SimTransport(place), str)
+    engine.recorder = recording = Recording()
+    for _ in range(2):
+        engine.run(pipeline_inputs(stages, count))
+    wirings = [Wiring.of("train", one) for one in programs.values()]
+    events = recording.events
+    fired = sum(count if actor.micro else 1 for wiring in wirings for actor in wiring.actors)
+    assert len(events) == 2 * fired
+    assert {one.step for one in events} == {0, 1}
+    found = messages(events, wirings)
+    assert all(one.emptied is not None for one in found)
+    for (_, rank, register), most in most_live(found).items():
+        info = wirings[rank].registers[register]
+        assert most <= info.slots, f"{most} messages in {info} of rank {rank}"
+    sends = {(one.source.rank, one.target.rank) for one in crossings(events, wirings)}
+    assert sends == {pair for stage in range(stages - 1) for pair in ((stage, stage + 1), (stage + 1, stage))}
+    per_step = count * 2 * (stages - 1)  # activations there, gradients back
+    assert len(crossings(events, wirings)) == 2 * per_step
 
 
 # --- the ring ------------------------------------------------------------------------------------------
