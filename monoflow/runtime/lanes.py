@@ -102,6 +102,12 @@ class Crew:
         """How many threads there are."""
         return len(self._lanes)
 
+    @property
+    def marking(self) -> Marking | None:
+        """Of the step that is on its way, if one is."""
+        flight = self._flight
+        return None if flight is None else flight.marking
+
     def start(self, registers: Registers) -> Ticket:
         """Begins a step, whose inputs are in its registers, once the one before is done.
 
@@ -157,12 +163,12 @@ class Crew:
                     lane.wake.wait()
                 if self._stopped:
                     return
-                flight, actor = self._flight, self.network.actors[lane.ready.pop()[2]]
-                assert flight is not None, f"{actor.place} fires outside a step"
-                self._fire(flight, lane, actor)
+                self._fire(lane)
 
-    def _fire(self, flight: _Flight, lane: _Lane, actor: Actor) -> None:
-        """Fires one actor; with the lock, which it gives up while the actor works."""
+    def _fire(self, lane: _Lane) -> None:
+        """Fires the first of a lane's actors; with the lock, which it gives up while the actor works."""
+        flight, actor = self._flight, self.network.actors[lane.ready.pop()[2]]
+        assert flight is not None, f"{actor.place} fires outside a step"
         moment = flight.marking.begin(actor)
         inputs = self.firing.read(flight.registers, actor, moment)
         self._lock.release()

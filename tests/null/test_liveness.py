@@ -1,0 +1,152 @@
+"""What can deadlock is refused before it runs; what cannot finishes in every order, with the same numbers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monoflow.boxing.route import Move
+from monoflow.mesh import placement
+from monoflow.runtime.actors import Engine
+from monoflow.runtime.channels import Channel
+from monoflow.runtime.firing import Firing, Registers
+from monoflow.runtime.liveness import needed_bytes, verify_live
+from monoflow.runtime.network import Marking, Network
+from monoflow.runtime.program import Rate
+from monoflow.runtime.transport import SimTransport
+from monoflow.sbp.layout import B, P
+from tests.null.hand_made import Hand, pipeline, pipeline_expected, pipeline_inputs
+
+TWO = placement("cpu", [0, 1], axes=("data",))
+
+
+def two_sums(orders: tuple[int, int], rank: int = 0) -> Hand:
+    """Two all-reduces one after the other, with these numbers among all moves."""
+    made = Hand(rank, TWO)
+    first, middle, last = made.given((2,)), made.register((2,)), made.register((2,))
+    move = Move(0, (P,), (B,), (2,), (2,))
+    made.move("first", move, [first], [middle], orders[0])
+    made.move("second", move, [middle], [last], orders[1])
+    made.give(last)
+    return made
+
+
+def test_an_order_of_moves_that_contradicts_the_data_is_refused() -> None:
+    verify_live(Network({0: two_sums((0, 1)).program()}, TWO))
+    with pytest.raises(AssertionError) as caught:
+        verify_live(Network({0: two_sums((1, 0)).program()}, TWO))
+    assert str(caught.value).splitlines() == [
+        "the program can deadlock, each of these waits for the next:",
+        "task first (forward) of rank 0 waits for its turn after task second (forward) of rank 0",
+        "task second (forward) of rank 0 waits for register r1 (x1) from task first (forward) of rank 0",
+    ]
+
+
+def test_too_few_slots_are_refused_with_the_register() -> None:
+    """A step reads a micro-batch only when all of them have been added up: one slot does not hold three."""
+    made = Hand(0, placement("cpu", [0], axes=("data",)), 3)
+    micro = Rate.MICRO
+    batch, part, total, again = (
+        made.given((3, 2)),
+        made.register((1, 2), micro),
+        made.register((1, 2)),
+        made.register((1, 2), micro),
+    )
+    made.compute("cut", lambda x, time: x[time : time + 1], [batch], part, with_time=True)
+    made.move("total", Move(1, (B, P), (B, B), (1, 2), (1, 3)), [part], [total], 0)
+    made.compute("share", torch.div, [part, total], again)
+    sums = made.register((1, 2))
+    made.move("shares", Move(1, (B, P), (B, B), (1, 2), (1, 3)), [again], [sums], 1)
+    made.give(sums)
+    with pytest.raises(AssertionError) as caught:
+        Engine({0: made.program()}, made.place, SimTransport(made.place), str)
+    text = str(caught.value)
+    assert "task cut (forward) of rank 0, micro-batch 1 waits until task share (forward) of rank 0" in text
+    assert "hands back one of 1 slots of register r1 (x1)" in text
+    made.registers[part] = made.registers[part].__class__(part, "x1", (1, 2), torch.float32, 3, micro)
+    engine = Engine({0: made.program()}, made.place, SimTransport(made.place), str)
+    x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [4.0, 2.0]])
+    assert engine.run({0: [x]})[0][0].tolist() == [[1.0, 1.0]]
+
+
+def test_the_bytes_of_all_slots() -> None:
+    programs = pipeline(2, 4)
+    network = Network(programs, programs[0].placement)
+    # Weight, kept (2 slots), batch, product, gradient, two gradients, their sum, the next weight.
+    assert needed_bytes(network) == {0: 4 * (2 + 2 * 2 + 8 + 2 + 2 + 2 + 2 + 2 + 2), 1: 4 * (2 * 8 + 2)}
+
+
+def test_slots_bound_how_far_a_stage_runs_ahead() -> None:
+    """The channels' order alone lets the first stage send on; its slots do not."""
+    programs = pipeline(3, 8)
+    network = Network(programs, programs[0].placement, one_order=False)
+    marking, ahead = Marking(network), {0: 0, 1: 0, 2: 0}
+    ready = marking.ready()
+    fired = {rank: [0, 0] for rank in programs}
+    while ready:
+        actor = max(ready, key=lambda one: -one.task.index)  # forward as far as it goes
+        ready.remove(actor)
+        marking.begin(actor)
+        ready += marking.end(actor)
+        for member in actor.members:
+            if member.task.name == "multiply":
+                fired[member.rank][0] += 1
+            if member.task.name == "backward":
+                fired[member.rank][1] += 1
+            ahead[member.rank] = max(ahead[member.rank], fired[member.rank][0] - fired[member.rank][1])
+    assert marking.is_done
+    assert ahead == {0: 3, 1: 2, 2: 1}
+
+
+def test_every_direction_between_two_ranks_has_an_order_of_its_own() -> None:
+    programs = pipeline(2, 3)
+    network = Network(programs, programs[0].placement, one_order=False)
+    there, back = Channel("send", 0, (0, 1)), Channel("send", 0, (1, 0))
+    assert set(network.channels) == {there, back}
+    assert dict(Network(programs, programs[0].placement).channels).keys() == {Channel("compute")}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    stages=st.integers(2, 4),
+    count=st.integers(1, 5),
+    more=st.integers(0, 2),
+    one_order=st.booleans(),
+)
+def test_every_order_of_firing_gives_the_same_numbers(
+    seed: int, stages: int, count: int, more: int, one_order: bool
+) -> None:
+    programs = pipeline(stages, count, [1 + more * (stage % 2) for stage in range(stages)])
+    place = programs[0].placement
+    network = verify_live(Network(programs, place, one_order))
+    firing = Firing(network, SimTransport(place), str)
+    inputs, expected = pipeline_inputs(stages, count), None
+    draw = random.Random(seed)
+    for _ in range(25):
+        marking, registers = Marking(network), Registers(network)
+        for rank, tensors in inputs.items():
+            registers.fill(rank, tensors)
+        ready, running = marking.ready(), []
+        while ready or running:  # begin and end in any order, as lanes do
+            if ready and (not running or draw.random() < 0.6):
+                actor = ready.pop(draw.randrange(len(ready)))
+                time = marking.begin(actor)
+                running.append((actor, time, firing.read(registers, actor, time)))
+            else:
+                actor, time, given_ = running.pop(draw.randrange(len(running)))
+                firing.write(registers, actor, time, firing.work(actor, 0, time, given_))
+                ready += marking.end(actor)
+        assert marking.is_done
+        found = {rank: registers.take(rank) for rank in programs}
+        expected = expected or found
+        for rank, tensors in found.items():
+            for one, other in zip(tensors, expected[rank], strict=True):
+                assert torch.equal(one, other)
+    for rank, tensors in pipeline_expected(inputs).items():
+        for one, other in zip(expected[rank] if expected else (), tensors, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
