@@ -149,6 +149,7 @@ def plan(
     pins: Mapping[str, tuple],
     memory: int | None = None,
     stages: Mapping[str, int] | None = None,
+    micro_batches: int | None = None,
 ) -> Plan:
     """Plans the captured step; warns of every op that has no rule, with what its replication costs.
 
@@ -157,6 +158,7 @@ def plan(
         name: "auto", or a template.
         memory: bytes that a rank may hold; 0 for no limit, None for what an accelerator has.
         stages: per pattern of module names, the stage of a pipeline that they lie at.
+        micro_batches: in how many the batch is walked; None to let the planner choose.
     """
     log = stage_logger("plan")
     start = time.perf_counter()
@@ -166,7 +168,16 @@ def plan(
         limit = memory if memory is not None else default_limit(placement)
         try:
             candidates.append(
-                plan_step(captured.graph, placement, name, pins, machine, limit=limit, stages=stages)
+                plan_step(
+                    captured.graph,
+                    placement,
+                    name,
+                    pins,
+                    machine,
+                    limit=limit,
+                    stages=stages,
+                    micro_batches=micro_batches,
+                )  # fmt: skip
             )
         except PlanError as error:  # another grid may fit
             refused.append(error)

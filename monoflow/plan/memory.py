@@ -8,8 +8,10 @@ comes in or goes out of the step is held outside and stays. Beside its results a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -42,6 +44,17 @@ _OF_ROLE: Mapping[Role, int] = {
     Role.STATE: _STATE,
     Role.GRAD: _GRADIENTS,
 }
+
+
+class Pass(NamedTuple):
+    """A micro-batch among the others."""
+
+    is_first: bool
+    is_last: bool
+
+
+ALONE, FIRST, MIDDLE, LAST = Pass(True, True), Pass(True, False), Pass(False, False), Pass(False, True)
+
 #: Allocators of accelerators hand out multiples of this many bytes.
 _ACCELERATOR_BLOCK = 512
 
@@ -77,14 +90,23 @@ class LocalShapes:
     Args:
         facts: of the plan's graph.
         coordinate: the rank's place in the placement; one with the largest shards when left out.
+        time: the micro-batch, where there are several.
     """
 
-    def __init__(self, plan: Plan, facts: Facts, coordinate: Sequence[int] | None = None) -> None:
-        self.mesh = plan.placement.shape
+    def __init__(
+        self, plan: Plan, facts: Facts, coordinate: Sequence[int] | None = None, time: int = 0
+    ) -> None:
+        self.plan, self.mesh = plan, plan.mesh
         self.is_any = coordinate is None
-        self.coordinate = tuple(coordinate) if coordinate is not None else (0,) * len(self.mesh)
+        place = tuple(coordinate) if coordinate is not None else (0,) * plan.placement.num_axes
+        self.coordinate = (*place, time) if plan.has_time else place
         self.facts = facts
         self._known: dict[tuple[TensorMeta, NdSbp], TensorMeta] = {}
+
+    def at(self, time: int) -> LocalShapes:
+        """Those of the same rank in another micro-batch."""
+        place = None if self.is_any else self.coordinate[:-1]
+        return LocalShapes(self.plan, self.facts, place, time)
 
     def of(self, value: LaidOut) -> TensorMeta | None:
         """What a rank holds of a value; None for an absent output."""
@@ -130,11 +152,14 @@ class Walk:
         self.begins: list[list[int]] = [[] for _ in made.items]  # storages that an item makes
         self.workspace: list[int] = []
         self.metas: list[tuple[Metas, Metas]] = []
+        self.folded: set[int] = set()  # what micro-batches are put together in
+        self.first_walked = next((at for at, item in enumerate(made.items) if item.walked), -1)
         self._come_in()
         for position, item in enumerate(made.items):
             self._pass(position, item)
         for value in (*made.inputs, *(value for _, value in made.outputs)):
             self.last[self.storage_of[value]] = len(made.items)
+        self.sharing = Counter(self.storage_of.values())  # tensors in a storage
 
     def _come_in(self) -> None:
         names = {node: name for name, node in self.plan.graph.placeholders.items()}
@@ -158,6 +183,8 @@ class Walk:
             elif meta is not None:
                 self.begins[position].append(self._store(value, meta, self._category(item, value, number)))
                 self.last[-1] = position
+                if isinstance(item, Box) and item.folds:
+                    self.folded.add(len(self.sizes) - 1)
         for value in reads:
             self.last[self.storage_of[value]] = position
         self.strides.note(item, shared)
@@ -216,6 +243,9 @@ class Walk:
                     meta.num_bytes for value, meta in pairs if meta and not self.strides.is_contiguous(value)
                 )
             return op_workspace(item, self.shapes.facts[item.node].kind, inputs, outputs, self.on_cpu)
+        if item.folds:
+            rows = inputs[0].shape[item.source.layout[-1].dim] if _is_join(item) and inputs[0] else 0  # pyright: ignore
+            return 8 * rows  # indices of where they go
         if not item.gives:
             return received_workspace(item.move, outputs)
         source = inputs[0]
@@ -225,25 +255,71 @@ class Walk:
         return move_workspace(item.move, source, target, self.shapes.coordinate, plain, self.on_cpu)
 
     def swept(self) -> Timeline:
-        """Adds up what is held at every item."""
+        """Adds up what is held at every item; of an item that is walked, when it holds most."""
+        if not self.plan.has_time:
+            return self._pass_over(ALONE)
+        last = Walk(self.plan, self.made, self.shapes.at(self.plan.micro_batches - 1))
+        passes = [self._pass_over(FIRST), last._pass_over(LAST)]
+        if self.plan.micro_batches > 2:
+            passes.append(Walk(self.plan, self.made, self.shapes.at(1))._pass_over(MIDDLE))
+        end = passes[1]
+        rows = tuple(
+            max((one.held[position] for one in passes), key=sum) if item.walked else end.held[position]
+            for position, item in enumerate(self.made.items)
+        )
+        return Timeline(rows, end.after, end.before)
+
+    def _pass_over(self, micro_batch: Pass) -> Timeline:
+        """What is held at every item while one micro-batch is walked, and before and after the walk."""
         ends: list[list[int]] = [[] for _ in range(len(self.made.items) + 1)]
         held = [0] * len(CATEGORIES)
         born = {storage for made in self.begins for storage in made}
+        whole = set(self._once()) - self.folded
         for storage, last in enumerate(self.last):
-            ends[last].append(storage)
+            is_kept = storage in whole and last < len(self.made.items) and self.made.items[last].walked
+            if not is_kept or micro_batch.is_last:
+                ends[last].append(storage)
             if storage not in born:
                 held[self.categories[storage]] += self.sizes[storage]
         before = sum(held)
         rows, after = [], []
         for position, made in enumerate(self.begins):
+            if position == self.first_walked and not micro_batch.is_first:
+                for storage in self.folded:
+                    held[self.categories[storage]] += self.sizes[storage]
             for storage in made:
-                held[self.categories[storage]] += self.sizes[storage]
+                if storage not in self.folded or (micro_batch.is_first and not self._is_taken(position)):
+                    held[self.categories[storage]] += self.sizes[storage]
             held[_WORKSPACE] = self.workspace[position]
             rows.append(tuple(held))
+            for storage in made if micro_batch.is_first and self._is_taken(position) else ():
+                held[self.categories[storage]] += self.sizes[storage]
             for storage in ends[position]:
                 held[self.categories[storage]] -= self.sizes[storage]
             after.append(sum(held) - held[_WORKSPACE])
         return Timeline(tuple(rows), tuple(after), before)
+
+    def _once(self) -> Iterator[int]:
+        """Storages that are made once a step: what comes in, and what items outside the walk make."""
+        born = {storage for made in self.begins for storage in made}
+        yield from (storage for storage in range(len(self.sizes)) if storage not in born)
+        for item, made in zip(self.made.items, self.begins, strict=True):
+            if not item.walked:
+                yield from made
+
+    def _is_taken(self, position: int) -> bool:
+        """Whether an item makes nothing new of the first micro-batch: a sum begins with its memory."""
+        item = self.made.items[position]
+        if not isinstance(item, Box) or not item.folds or _is_join(item):
+            return False
+        storage = self.storage_of[item.source]
+        is_sole = self.last[storage] == position and self.sharing[storage] == 1
+        return is_sole and self.strides.is_contiguous(item.source)
+
+
+def _is_join(box: Box) -> bool:
+    """Whether a move along time joins parts."""
+    return box.folds and isinstance(box.source.layout[-1], Split)
 
 
 def _is_strided(move: Move, shapes: LocalShapes) -> bool:

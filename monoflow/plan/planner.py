@@ -16,6 +16,7 @@ from ..sbp.layout import Sbp, Split
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .axis import AxisPlan, AxisProblem
+from .batches import fastest, fewest, walked
 from .calls import bytes_around
 from .cost import REFERENCE, DeviceCost, Machine
 from .plan import Plan, fingerprint
@@ -41,6 +42,7 @@ def plan_step(
     rules: Mapping[Callable, OpRule] | None = None,
     limit: int = 0,
     stages: StagePins | None = None,
+    micro_batches: int | None = None,
 ) -> Plan:
     """Plans a step: by search, or by a template and what a user pins.
 
@@ -52,9 +54,12 @@ def plan_step(
         rules: the ops' rules; all that are known, and trials, when left out.
         limit: bytes that a rank may hold at any time, for "auto"; 0 for no limit.
         stages: per pattern of module names, the stage of a pipeline that they lie at.
+        micro_batches: in how many the batch is walked. None for one, or where no plan then fits the limit,
+            the fewest of 2, 4, 8, ... with which the fastest plan without a limit or a template does.
 
     Raises:
-        PlanError, LayoutError: the template is unknown, a pin does not fit, or nothing fits the limit.
+        PlanError, LayoutError: the template is unknown, a pin does not fit, nothing fits the limit, or the
+            step cannot be walked in so many micro-batches.
     """
     machine = (machine or REFERENCE).on(placement.num_axes)
     pins = pins or {}
@@ -66,12 +71,32 @@ def plan_step(
         )
     if name != AUTO:
         made = replace(_by_template(graph, placement, name, pins, rules, stages or {}), machine=machine)
-        return replace(made, predicted=predict(made, machine))
+        return walked(replace(made, predicted=predict(made, machine)), micro_batches or 1, rules)
+    if not limit:
+        return walked(search(graph, placement, machine, pins, rules), micro_batches or 1, rules)
     others = []
-    for template in TEMPLATES if limit and placement.size > 1 else ():  # a limit is never too small for these
+    for template in TEMPLATES if placement.size > 1 else ():  # a limit is never too small for these
         with suppress(LayoutError):  # a pin that the template has no place for
-            others.append(plan_step(graph, placement, template, pins, machine, rules))
-    return search(graph, placement, machine, pins, rules, limit, others)
+            others.append(plan_step(graph, placement, template, pins, machine, rules, micro_batches=1))
+    if micro_batches in (None, 1):
+        try:
+            return search(graph, placement, machine, pins, rules, limit, others)
+        except PlanError:
+            if micro_batches == 1:
+                raise
+            plans = [search(graph, placement, machine, pins, rules), *others]
+            found = fewest(plans, limit, rules)
+            if found is None:
+                raise
+            return found
+    plans = [search(graph, placement, machine, pins, rules), *others]
+    found = fastest(plans, micro_batches, limit, rules)
+    if isinstance(found, Plan):
+        return found
+    raise found or PlanError(
+        f"no plan on {placement} holds at most {limit:,} bytes a rank with {micro_batches} micro-batches; "
+        'give a larger limit, more micro-batches, or micro_batches="auto"'
+    )
 
 
 def best_of(plans: Sequence[Plan]) -> Plan:

@@ -26,7 +26,7 @@ from .plan import Plan
 from .schedule import Box, Op, Schedule, schedule
 from .together import clocks
 
-_COPY = torch.ops.aten.clone.default
+_COPY, _ADD = torch.ops.aten.clone.default, torch.ops.aten.add.Tensor
 
 #: The kinds of time beside an axis' name: an op's own work, moves that send nothing, and waiting for others.
 COMPUTE, LOCAL_MOVE, WAIT = "compute", "local move", "wait for other stages"
@@ -136,7 +136,7 @@ def predict(
     facts = prices.facts(plan.graph)
     parts = Parts(made or schedule(plan, facts=facts))
     if coordinate is not None or not parts.axes:
-        whose = coordinate or (0,) * len(plan.placement.shape)
+        whose = coordinate or (0,) * plan.placement.num_axes
         walk = Walk(plan, parts.of(whose), LocalShapes(plan, facts, coordinate))
         return _of_rank(plan, walk, _costs(plan, walk, prices))
     walks = {
@@ -160,13 +160,17 @@ def predict(
 
 
 class _Cost(NamedTuple):
-    """What one item costs a rank: seconds of a kind, bytes that it sends, and which collective it is."""
+    """What one item costs a rank: seconds of a kind, bytes that it sends, and which collective it is.
+
+    What is walked counts `times` collectives; seconds and bytes are of all micro-batches.
+    """
 
     phase: str
     kind: str
     seconds: float
     sent: int = 0
     collective: str = ""
+    times: int = 1
 
 
 def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
@@ -179,7 +183,7 @@ def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
         by_kind[one.kind] = by_kind.get(one.kind, 0.0) + one.seconds
         if one.collective:
             sent[one.kind] += one.sent
-            collectives[one.collective] += 1
+            collectives[one.collective] += one.times
     hidden = 0.0  # one thread runs everything; what overlaps is taken off here once lanes do
     total = sum(seconds for by_kind in spent.values() for seconds in by_kind.values()) - hidden
     at = memory.peak
@@ -198,26 +202,44 @@ def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
 
 
 def _costs(plan: Plan, walk: Walk, prices: Prices) -> list[_Cost]:
-    """What every item of a rank's schedule costs it."""
-    links = prices.machine.on(plan.placement.num_axes).links
-    axes = plan.placement.axes
+    """What every item of a rank's schedule costs it in a step."""
+    count = plan.micro_batches
+    first = [_cost(plan, walk, position, prices) for position in range(len(walk.made.items))]
+    if count == 1:
+        return first
+    end = Walk(plan, walk.made, walk.shapes.at(count - 1))
     found = []
-    for position, item in enumerate(walk.made.items):
-        inputs, outputs = walk.metas[position]
-        phase = str(item.phase)
-        if isinstance(item, Op):
-            target: Any = item.node.target
-            found.append(_Cost(phase, COMPUTE, prices.op(target, inputs, outputs, item.node.args)))
-        elif item.is_local or math.prod(item.move.shape) == 0:
-            is_copied = bool(walk.begins[position])
-            seconds = prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0
-            found.append(_Cost(phase, LOCAL_MOVE, seconds))
-        else:
-            kind, axis, num_bytes = item.move.kind, item.move.axis, _sent_bytes(item, walk.shapes)
-            seconds = links[axis].seconds(kind, num_bytes)
-            sent = num_bytes if item.gives or kind != "send" else 0
-            found.append(_Cost(phase, axes[axis], seconds, sent, kind))
+    for position, (item, one) in enumerate(zip(walk.made.items, first, strict=True)):
+        if item.walked:
+            last = _cost(plan, end, position, prices)
+            seconds, sent = (count - 1) * one.seconds + last.seconds, (count - 1) * one.sent + last.sent
+            one = one._replace(seconds=seconds, sent=sent, times=count)
+        found.append(one)
     return found
+
+
+def _cost(plan: Plan, walk: Walk, position: int, prices: Prices) -> _Cost:
+    """What one item costs, done once."""
+    item, (inputs, outputs) = walk.made.items[position], walk.metas[position]
+    phase = str(item.phase)
+    if isinstance(item, Op):
+        target: Any = item.node.target
+        return _Cost(phase, COMPUTE, prices.op(target, inputs, outputs, item.node.args))
+    if item.folds:
+        adds = item.move.kind == "all_reduce"
+        seconds = (
+            prices.op(_ADD, (*outputs, *inputs), outputs, ())
+            if adds
+            else prices.op(_COPY, inputs, inputs, ())
+        )
+        return _Cost(phase, LOCAL_MOVE, seconds)
+    if item.is_local or math.prod(item.move.shape) == 0:
+        is_copied = bool(walk.begins[position])
+        return _Cost(phase, LOCAL_MOVE, prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0)
+    kind, axis, num_bytes = item.move.kind, item.move.axis, _sent_bytes(item, walk.shapes)
+    seconds = prices.machine.on(plan.placement.num_axes).links[axis].seconds(kind, num_bytes)
+    sent = num_bytes if item.gives or kind != "send" else 0
+    return _Cost(phase, plan.placement.axes[axis], seconds, sent, kind)
 
 
 def _sent_bytes(box: Box, shapes: LocalShapes) -> int:

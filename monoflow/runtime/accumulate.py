@@ -31,7 +31,7 @@ def accumulated(move: AxisMove, given: list[Tensor], time: int) -> Tensor:
             return _IN_PLACE[move.op](given.pop(), part)
         if sys.getrefcount(part) <= 2 and is_sole(part):
             return part
-        return part.clone()
+        return part.clone(memory_format=torch.contiguous_format)
     assert move.kind == "all_gather", f"{move.source} -> {move.target} is no move along time"
     whole = given.pop() if time else part.new_empty(move.shape)
     return whole.index_copy_(move.source.dim, move.indices(move.source, time).to(part.device), part)  # type: ignore[union-attr]

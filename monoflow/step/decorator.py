@@ -410,7 +410,10 @@ class Step:
     ) -> Compiled:
         # Statistics of a rank's own rows depend on how the batch is split: not for a search to choose.
         default = AUTO if self._batch_stats == "global" else "data"
-        wish = Wish(self._placement, self._plan or default, self._memory, self._pins, self._stages)
+        wish = Wish(
+            self._placement, self._plan or default, self._memory, self._pins, self._stages,
+            self._micro_batches,
+        )  # fmt: skip
         before = self._last.plan if self._last is not None else None
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         batch = [one for one in leaves if isinstance(one, torch.Tensor)]

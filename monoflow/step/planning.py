@@ -30,6 +30,7 @@ class Wish:
         memory: bytes that a rank may hold; 0 for no limit, None for what an accelerator has.
         pins: pattern -> layout, one SBP per axis.
         stages: pattern of module names -> the stage of a pipeline that they lie at.
+        micro_batches: in how many the batch is walked; None to let the planner choose.
     """
 
     placement: Placement | None
@@ -37,6 +38,7 @@ class Wish:
     memory: int | None
     pins: Mapping[str, NdSbp]
     stages: Mapping[str, int]
+    micro_batches: int | None
 
 
 def make_plan(
@@ -66,7 +68,8 @@ def make_plan(
         if parts and (not grids or list(grids) == [line]):
             grids, stored = [line], {**stored, **parts}
         pins = {**stored, **wish.pins}
-        return plan(captured, grids or _grids(wish, line, world), wish.plan, pins, wish.memory, wish.stages)
+        where = grids or _grids(wish, line, world)
+        return plan(captured, where, wish.plan, pins, wish.memory, wish.stages, wish.micro_batches)
 
     if world.simulated or line.size == 1:
         return make()
