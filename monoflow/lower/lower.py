@@ -18,6 +18,7 @@ from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .body import Where, body
 from .micro import alike
+from .slots import kept
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def lower(
     rules = RuleBook() if rules is None else rules
     made = schedule(plan, observe)
     parts = Parts(made)
-    cuts: dict[tuple[int, ...], tuple[Schedule, list[_Segment], Donations]] = {}  # by stage
+    cuts: dict[tuple[int, ...], tuple] = {}  # by stage
     programs = {}
     for rank in ranks:
         coordinate = plan.placement.coordinate(rank)
@@ -52,7 +53,8 @@ def lower(
         if key not in cuts:
             own = parts.of(coordinate)
             segments = _segments(own)
-            cuts[key] = own, segments, donations(plan, own, [segment.items for segment in segments])
+            given = donations(plan, own, [segment.items for segment in segments])
+            cuts[key] = own, segments, given, kept(plan, parts, coordinate)
         programs[rank] = _RankLowering(plan, *cuts[key], rules, rank, device).program()
     return Lowered(plan, programs, made)
 
@@ -103,12 +105,13 @@ class _RankLowering:
         made: Schedule,
         segments: Sequence[_Segment],
         given: Donations,
+        slots: Mapping[LaidOut, int],
         rules: Mapping[Callable, OpRule],
         rank: int,
         device: torch.device,
     ) -> None:
         self.plan, self.made, self.segments, self.rules = plan, made, segments, rules
-        self.given, self.rank = given, rank
+        self.given, self.slots, self.rank = given, slots, rank
         self.where = Where(plan, rank, device)
         self.classes = alike(plan, made)
         self.registers: list[Register] = []
@@ -141,7 +144,8 @@ class _RankLowering:
         meta = metas_of(value.node)[value.index]
         assert meta is not None, f"{value.name} is absent"
         shape = local_shape(meta.shape, value.layout, self.plan.mesh, self.where.coordinate())
-        self.registers.append(Register(len(self.registers), value.name, shape, meta.dtype, rate=rate))
+        slots = self.slots.get(value, 1) if rate is Rate.MICRO else 1
+        self.registers.append(Register(len(self.registers), value.name, shape, meta.dtype, slots, rate))
         self.register_of[value] = len(self.registers) - 1
         return len(self.registers) - 1
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from ..graph.step_graph import metas_of
 from ..plan.plan import Plan
 from ..plan.schedule import Schedule
-from ..sbp.layout import Split, chunk_range, local_shape, num_units
+from ..sbp.layout import Split, chunk_range, first_holder, local_shape, num_units
 from ..sbp.signature import LocalOp
 
 
@@ -21,12 +21,12 @@ def alike(plan: Plan, made: Schedule) -> list[list[int]]:
     if not plan.has_time:
         return [[0]]
     units: set[int] = set()
-    mesh, first = plan.placement.shape, (0,) * plan.placement.num_axes
     for item in made.items:
         for value in (*item.inputs, *item.outputs):
             split, meta = value.layout[-1], metas_of(value.node)[value.index]
             if isinstance(split, Split) and meta is not None:
-                held = local_shape(meta.shape, value.layout[:-1], mesh, first)
+                layout = value.layout[:-1]
+                held = local_shape(meta.shape, layout, plan.placement.shape, first_holder(layout))
                 units.add(num_units(held[split.dim], split))
     classes: dict[tuple[int, ...], list[int]] = {}
     for time in range(plan.micro_batches):

@@ -32,15 +32,19 @@ class Parts:
         return tuple(coordinate[axis] for axis in self.axes)
 
     def of(self, coordinate: Sequence[int]) -> Schedule:
-        """The items that the rank at a coordinate of the mesh runs or takes part in, in the same order.
+        """The items that the rank at a coordinate runs or takes part in, in the same order.
 
         What every stage could compute, it computes only if it reads it.
+
+        Args:
+            coordinate: the rank's place in the placement; a micro-batch makes no difference.
         """
         if not self.axes:
             return self.made
         key = self.key(coordinate)
         if key not in self._known:
-            self._known[key] = _part(self.made, coordinate)
+            along = max(len(value.layout) for item in self.made.items for value in item.outputs)
+            self._known[key] = _part(self.made, (*coordinate, *(0,) * (along - len(coordinate))))
         return self._known[key]
 
     def stages(self, mesh: Sequence[int]) -> list[tuple[int, ...]]:

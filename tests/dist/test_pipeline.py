@@ -1,0 +1,71 @@
+"""Pipelines on real ranks: the numbers of one device, and each rank holds the state of its stage alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import monoflow as flow
+from monoflow.step import full_state_dict
+from tests.conftest import RunRanks
+from tests.parity.models import KINDS, batch_of, training
+
+TOLERANCE = {
+    "result": 1e-5, "gradient": 1e-5, "parameter": 1e-4, "buffer": 1e-5, "optimizer state": 1e-4,
+}  # fmt: skip
+GRIDS = {2: [0, 1], 4: [[0, 1], [2, 3]]}
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    kept = [value for own in optimizer.state.values() for value in own.values()]
+    return [*model.parameters(), *(one for one in kept if isinstance(one, torch.Tensor))]
+
+
+def held_bytes(tensors: list[torch.Tensor]) -> int:
+    """Bytes of memory that this rank has for tensors."""
+    parts = [one.to_local() if isinstance(one, DTensor) else one for one in tensors]
+    return sum(part.untyped_storage().nbytes() for part in parts)
+
+
+def train(name: str, plan: str, num_ranks: int) -> dict[str, Any]:
+    model, optimizer, function = training(name, "adamw")
+    step = flow.graph(model, optimizer, placement=flow.placement("cpu", GRIDS[num_ranks]), plan=plan)(
+        function
+    )
+    batch = batch_of(KINDS[name])
+    report = step.verify(batch, steps=2)
+    losses = [step(batch).item() for _ in range(2)]
+    state = state_of(model, optimizer)
+    whole = full_state_dict(model)
+    assert all(one.judged > 0 for one in report.deviations), report.text()
+    return {
+        "deviations": {one.kind: (one.largest, one.worst) for one in report.deviations},
+        "losses": losses,
+        "held": held_bytes(state),
+        "whole": sum(one.numel() * one.dtype.itemsize for one in state),
+        "sums": {key: value.double().sum().item() for key, value in whole.items()},
+        "shapes": {key: tuple(value.shape) for key, value in whole.items()},
+        "expected": {
+            key: tuple(value.shape) for key, value in training(name, "adamw")[0].state_dict().items()
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "num_ranks", "replicas"),
+    [("t5", "pipeline", 2, 1), ("gpt2", "pipeline x data", 4, 2)],
+)
+def test_equals_one_device(run_ranks: RunRanks, name: str, plan: str, num_ranks: int, replicas: int) -> None:
+    found = run_ranks(num_ranks, train, name, plan, num_ranks)
+    for one in found:
+        for kind, (largest, worst) in one["deviations"].items():
+            assert largest <= TOLERANCE[kind], (kind, largest, worst)
+        assert one["losses"] == found[0]["losses"] and one["sums"] == found[0]["sums"]
+        assert one["shapes"] == one["expected"]
+    # Every tensor of the state is at one stage, and there is no memory for it at any other.
+    assert sum(one["held"] for one in found) == replicas * found[0]["whole"]
+    assert all(0 < one["held"] < found[0]["whole"] for one in found)
