@@ -159,12 +159,20 @@ def _ranks(ranks: Sequence[Rank], now: float) -> Table:
 
 
 def _actors(ranks: Sequence[Rank]) -> Table:
-    """The latest firing of every lane, of those that were recorded."""
-    rows = table("lane", "rank", "actor", "kind", "micro-batch", "took", left=(0, 2, 3))
+    """What fires on every lane now, and its latest firing of those that were recorded."""
+    columns = ("rank", "fires now", "micro-batch", "fired last", "kind", "micro-batch", "took")
+    rows = table("lane", *columns, left=(0, 2, 4, 5))
     latest = {(event.rank, event.lane): event for one in ranks for event in one.part.events}
-    for (rank, lane), event in list(latest.items())[: 2 * _MOST]:
-        took = duration((event.end - event.start) / 1e9)
-        rows.add_row(lane, str(rank), event.name, event.kind, str(event.time), took)
+    now: dict[tuple[int, str], tuple[str, str]] = {}
+    for one in ranks:
+        for program in one.snapshot["programs"]:
+            now |= {(rank, lane): (name, str(time)) for rank, lane, name, time in program["running"]}
+    for rank, lane in sorted(latest.keys() | now.keys())[: 2 * _MOST]:
+        last = ["", "", "", ""]
+        if (event := latest.get((rank, lane))) is not None:
+            took = duration((event.end - event.start) / 1e9)
+            last = [event.name, event.kind, str(event.time), took]
+        rows.add_row(lane, str(rank), *now.get((rank, lane), ("-", "")), *last)
     return rows
 
 

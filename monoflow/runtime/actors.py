@@ -81,6 +81,7 @@ class Engine:
 
         self.firing = Firing(self.network, transport, describe, recorder)
         self.num_steps = 0
+        self._marking: Marking | None = None  # of the last step that this thread drove
         self._crew: Crew | None = None
         waits = any(one.channel is HOST for one in self.network.actors)
         if on_cpu and (board is not None or (waits and lanes)):
@@ -105,6 +106,18 @@ class Engine:
         del inputs
         return self._started(registers).result()
 
+    def running(self) -> list[tuple[int, str, str, int]]:
+        """What fires at this moment, for people to see: (rank, lane, name, micro-batch)."""
+        marking = self._marking if self._crew is None else self._crew.marking
+        if marking is None:
+            return []
+        actors = [self.network.actors[number] for number in list(marking.running)]
+        return [
+            (member.rank, str(actor.lane), member.task.name, marking.fired[actor.number])
+            for actor in actors
+            for member in actor.members
+        ]
+
     def _filled(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Registers:
         registers = Registers(self.network)
         for rank, tensors in inputs.items():
@@ -122,6 +135,7 @@ class Engine:
     def _drive(self, registers: Registers) -> None:
         """Fires actors until none is left."""
         marking, firing, actors = Marking(self.network), self.firing, self.network.actors
+        self._marking = marking
         ready = Ready((0, actor.task.index, actor.number) for actor in marking.ready())
         while ready:
             actor = actors[ready.pop()[2]]

@@ -46,6 +46,10 @@ class Observed(Protocol):
     num_steps: int
     programs: Mapping[int, Program]
 
+    def running(self) -> list[tuple[int, str, str, int]]:
+        """What fires at this moment: (rank, lane, name, micro-batch)."""
+        ...
+
 
 @dataclass(frozen=True)
 class About:
@@ -208,6 +212,7 @@ def _seen(watched: _Watched, engine: Observed) -> dict[str, Any]:
     rate = (last - first) / seconds if seconds else 0.0
     return {
         "name": watched.name,
+        "running": engine.running(),
         "num_steps": last,
         "last_step_ns": end,
         "steps_per_second": rate,

@@ -300,11 +300,15 @@ class Recording:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.running: list[tuple[Event, list[tuple[int, str, str, int]]]] = []
+        self.engine: Engine | None = None
 
     def record(self, lane, kind, name, rank, step, time, start_ns, end_ns, num_bytes) -> None:
         self.events.append(
             Event("train", rank, lane, str(kind), name, step, time, start_ns, end_ns, num_bytes)
         )
+        if self.engine is not None:  # it still fires: its results are not written yet
+            self.running.append((self.events[-1], self.engine.running()))
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (3, 2)])
@@ -313,6 +317,7 @@ def test_a_pipelines_messages_never_exceed_its_slots(stages: int, count: int) ->
     place = programs[0].placement
     engine = Engine(programs, place, SimTransport(place), str)
     engine.recorder = recording = Recording()
+    recording.engine = engine
     for _ in range(2):
         engine.run(pipeline_inputs(stages, count))
     wirings = [Wiring.of("train", one) for one in programs.values()]
@@ -320,6 +325,8 @@ def test_a_pipelines_messages_never_exceed_its_slots(stages: int, count: int) ->
     fired = sum(count if actor.micro else 1 for wiring in wirings for actor in wiring.actors)
     assert len(events) == 2 * fired
     assert {one.step for one in events} == {0, 1}
+    assert all((e.rank, e.lane, e.name, e.time) in now for e, now in recording.running)
+    assert engine.running() == []
     found = messages(events, wirings)
     assert all(one.emptied is not None for one in found)
     for (_, rank, register), most in most_live(found).items():
