@@ -177,7 +177,7 @@ def plan(
                     limit=limit,
                     stages=stages,
                     micro_batches=micro_batches,
-                )  # fmt: skip
+                )
             )
         except PlanError as error:  # another grid may fit
             refused.append(error)
