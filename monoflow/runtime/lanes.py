@@ -46,11 +46,30 @@ class _Flight:
 
 
 class _Lane:
-    """A thread's actors that could fire."""
+    """A thread's actors that could fire, and the gate that it waits at for more.
 
-    def __init__(self, lock: threading.Lock) -> None:
+    The gate is a plain lock, which costs less than a condition: whoever opens it holds the crew's lock, and
+    only does when somebody waits.
+    """
+
+    def __init__(self) -> None:
         self.ready = Ready()
-        self.wake = threading.Condition(lock)
+        self._gate = threading.Lock()
+        self._gate.acquire()
+        self._is_waiting = False
+
+    def wait(self, lock: threading.Lock) -> None:
+        """Until it is woken; gives up the crew's lock meanwhile."""
+        self._is_waiting = True
+        lock.release()
+        self._gate.acquire()
+        lock.acquire()
+
+    def wake(self) -> None:
+        """Ends its waiting; with the crew's lock."""
+        if self._is_waiting:
+            self._is_waiting = False
+            self._gate.release()
 
 
 class Ticket:
@@ -89,7 +108,7 @@ class Crew:
         channels = dict.fromkeys(
             [COMPUTE] if one_lane else [COMPUTE, *(one.channel for one in network.actors)]
         )
-        self._lanes: dict[Channel, _Lane] = {channel: _Lane(self._lock) for channel in channels}
+        self._lanes: dict[Channel, _Lane] = {channel: _Lane() for channel in channels}
         self._lane_of = [self._lanes.get(one.channel, self._lanes[COMPUTE]) for one in network.actors]
         self._threads: list[threading.Thread] = []
         self._flight: _Flight | None = None
@@ -142,7 +161,7 @@ class Crew:
         with self._lock:
             self._stopped = True
             for lane in self._lanes.values():
-                lane.wake.notify_all()
+                lane.wake()
 
     # --- lanes -------------------------------------------------------------------------------------
 
@@ -160,7 +179,7 @@ class Crew:
         with self._lock:
             while True:
                 while not lane.ready and not self._stopped:
-                    lane.wake.wait()
+                    lane.wait(self._lock)
                 if self._stopped:
                     return
                 self._fire(lane)
@@ -193,7 +212,7 @@ class Crew:
             lane = self._lane_of[actor.number]
             lane.ready.push((flight.marking.fired[actor.number], actor.task.index, actor.number))
             if lane is not own:
-                lane.wake.notify()
+                lane.wake()
 
     def _check_over(self, flight: _Flight) -> None:
         if flight.marking.is_done:
