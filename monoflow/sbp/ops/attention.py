@@ -84,7 +84,7 @@ def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _attention(
+def attention_kernels(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     _check_shapes(q, k, v, bias)
@@ -99,7 +99,7 @@ def _attention(
     return _heads_inner(torch.matmul(weights, v.to(weights.dtype)).to(q.dtype)), lse
 
 
-def _attention_backward(
+def attention_backward_kernels(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -157,8 +157,8 @@ LIBRARY.define(
     " bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
+LIBRARY.impl("attention", attention_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_backward", attention_backward_kernels, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("monoflow::attention", lib=LIBRARY)

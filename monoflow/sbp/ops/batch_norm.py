@@ -16,7 +16,7 @@ from .library import LIBRARY
 aten = torch.ops.aten
 
 
-def _local_batch_norm(
+def local_batch_norm_kernels(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, share: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # With momentum 1, torch's running statistics are those of this batch: mean and unbiased variance. They
@@ -26,7 +26,7 @@ def _local_batch_norm(
     return out, mean.mul_(share), var.mul_(share)
 
 
-def _local_batch_norm_backward(
+def local_batch_norm_backward_kernels(
     grad_out: Tensor, x: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
@@ -50,8 +50,8 @@ LIBRARY.define(
     " -> (Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
-LIBRARY.impl("local_batch_norm", _local_batch_norm, "CompositeExplicitAutograd")
-LIBRARY.impl("local_batch_norm_backward", _local_batch_norm_backward, "CompositeExplicitAutograd")
+LIBRARY.impl("local_batch_norm", local_batch_norm_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("local_batch_norm_backward", local_batch_norm_backward_kernels, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("monoflow::local_batch_norm", lib=LIBRARY)

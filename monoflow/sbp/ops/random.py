@@ -9,7 +9,8 @@ multiplication wraps, and a logical right shift is an arithmetic one with its si
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -67,19 +68,28 @@ def _mix(z: torch.Tensor) -> torch.Tensor:
     return _xor_shift(z, 31)
 
 
-class _Stream:
-    """The generator of one (key, op, lane)."""
+def states(key: torch.Tensor, ops: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """The generators of several (op, lane) under one key.
 
-    def __init__(self, key: torch.Tensor, op: int, lane: int = 0) -> None:
-        assert key.dtype == torch.int64 and key.dim() == 0, f"a key is a 0-dim int64 tensor, not {key}"
-        state = _mix(key + _GOLDEN)
-        state = _mix(state.add_(_signed((op * _STREAM + lane * _GOLDEN) & (2**64 - 1))))
-        self.start = state
-        self.second = _mix(state + _GOLDEN)
+    Returns:
+        (num, 3) int64: for each its start, its second key, and the step of its walk. The step is the same for
+        all; a compiler that knew it would reason about products that wrap.
+    """
+    assert key.dtype == torch.int64 and key.dim() == 0, f"a key is a 0-dim int64 tensor, not {key}"
+    offsets = [_signed((op * _STREAM + lane * _GOLDEN) & (2**64 - 1)) for op, lane in ops]
+    start = _mix(_mix(key + _GOLDEN) + torch.tensor(offsets, device=key.device))
+    return torch.stack([start, _mix(start + _GOLDEN), torch.full_like(start, _GOLDEN)], 1)
+
+
+class _Stream:
+    """The generator of one (key, op, lane), from its row of `states`."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.start, self.second, self.step = state.unbind()
 
     def raw(self, index: torch.Tensor) -> torch.Tensor:
         """64 bits per index of which the high ones are well mixed. Overwrites and returns `index`."""
-        z = index.mul_(_GOLDEN).add_(self.start)
+        z = index.mul_(self.step).add_(self.start)
         z = _xor_shift(z, 30).mul_(_MIX_A).bitwise_xor_(self.second)
         return _xor_shift(z, 27).mul_(_MIX_B)
 
@@ -124,10 +134,9 @@ def _merge_whole_dims(runs: Sequence[Runs], shape: Sequence[int]) -> tuple[list[
 
 
 def _chunks(
-    runs: Sequence[Runs], shape: Sequence[int], device: torch.device
+    runs: Sequence[Runs], shape: Sequence[int], device: torch.device, chunk: int
 ) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """The global flat indices of a shard seen as (rows, last dim), block by block."""
-    chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
+    """The global flat indices of a shard seen as (rows, last dim), block by block of `chunk` elements."""
     (*outer, last), sizes = _merge_whole_dims(runs, shape)
     stride = sizes[-1]
     rows = torch.zeros(1, dtype=torch.int64, device=device)
@@ -146,82 +155,90 @@ def _chunks(
 
 
 def _fill(
-    key: torch.Tensor,
+    device: torch.device,
     shape: Sequence[int],
     dtype: torch.dtype,
     global_shape: Sequence[int] | None,
     runs: Sequence[int] | None,
+    chunk: int | None,
 ) -> tuple[torch.Tensor, Iterator[tuple[torch.Tensor, torch.Tensor]]]:
     """The result to fill and, for each block of it, (the block, the global flat indices of its elements)."""
     whole = list(shape if global_shape is None else global_shape)
     ranges = [[(0, size)] for size in whole] if runs is None else unpack_runs(runs)
     held = [_extent(one) for one in ranges]
     assert held == list(shape), f"runs hold a shape of {held}, the result has {list(shape)}"
-    out = torch.empty(list(shape), dtype=dtype, device=key.device)
+    out = torch.empty(list(shape), dtype=dtype, device=device)
     if out.numel() == 0:
         return out, iter(())
+    if chunk is None:
+        chunk = _CPU_CHUNK if device.type == "cpu" else _DEVICE_CHUNK
     grid = out.view(-1, _extent(_merge_whole_dims(ranges, whole)[0][-1]))
-    return out, ((grid[r, c], index) for r, c, index in _chunks(ranges, whole, key.device))
+    return out, ((grid[r, c], index) for r, c, index in _chunks(ranges, whole, device, chunk))
 
 
-def _uniform(
-    key: torch.Tensor,
-    op: int,
+#: Of every op, how many generators it draws from.
+_LANES = {"uniform": 1, "normal": 2, "bits": 1}
+
+
+def lanes(kind: str, op: int) -> list[tuple[int, int]]:
+    """The generators, (op, lane), that an op of a kind ("uniform", "normal", "bits") draws from."""
+    return [(op, lane) for lane in range(_LANES[kind])]
+
+
+def draw(
+    kind: str,
+    state: torch.Tensor,
     shape: Sequence[int],
     *,
-    dtype: torch.dtype,
+    dtype: torch.dtype = torch.int64,
     global_shape: Sequence[int] | None = None,
     runs: Sequence[int] | None = None,
+    chunk: int | None = None,
 ) -> torch.Tensor:
-    out, blocks = _fill(key, shape, dtype, global_shape, runs)
-    stream = _Stream(key, op)
-    count = 53 if dtype == torch.float64 else 24
-    below_one = 1 - torch.finfo(dtype).eps / 2
+    """What the op of a kind gives, from the `states` of its `lanes`.
+
+    Args:
+        chunk: elements worked on at a time; None for what suits the device. A compiler has its own blocks.
+    """
+    out, blocks = _fill(state.device, shape, dtype, global_shape, runs, chunk)
+    streams = [_Stream(one) for one in state.unbind()]
     for block, index in blocks:
-        drawn = _high(stream.raw(index), count)
-        if dtype.itemsize >= 4:
-            block.copy_(drawn).mul_(2.0**-count)
-        else:  # rounding to a short float could give 1
-            block.copy_(drawn.float().mul_(2.0**-count).clamp_(max=below_one))
+        _DRAWN[kind](block, index, *streams)
     return out
 
 
-def _normal(
-    key: torch.Tensor,
-    op: int,
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype,
-    global_shape: Sequence[int] | None = None,
-    runs: Sequence[int] | None = None,
-) -> torch.Tensor:
-    out, blocks = _fill(key, shape, dtype, global_shape, runs)
-    radius, angle = _Stream(key, op), _Stream(key, op, lane=1)
-    for block, index in blocks:
-        if dtype == torch.float64:
-            turns = _high(angle.raw(index.clone()), 53).double().mul_(2.0**-53)
-            chance = _high(radius.raw(index), 53).double().add_(0.5).mul_(2.0**-53)
-        else:  # 64 bits are enough for both: 40 for the radius (tails to 7.5 sigma), 24 for the angle
-            z = radius.full(index)
-            turns = (z & ((1 << 24) - 1)).float().mul_(2.0**-24)
-            chance = _high(z, 40).float().add_(0.5).mul_(2.0**-40)
-        block.copy_(chance.log_().mul_(-2).sqrt_().mul_(turns.mul_(2 * math.pi).cos_()))
-    return out
+def _uniform(block: torch.Tensor, index: torch.Tensor, stream: _Stream) -> None:
+    dtype = block.dtype
+    drawn = _high(stream.raw(index), 53 if dtype == torch.float64 else 24)
+    if dtype.itemsize >= 4:
+        block.copy_(drawn).mul_(2.0 ** -(53 if dtype == torch.float64 else 24))
+    else:  # rounding to a short float could give 1
+        block.copy_(drawn.float().mul_(2.0**-24).clamp_(max=1 - torch.finfo(dtype).eps / 2))
 
 
-def _bits(
-    key: torch.Tensor,
-    op: int,
-    shape: Sequence[int],
-    *,
-    global_shape: Sequence[int] | None = None,
-    runs: Sequence[int] | None = None,
-) -> torch.Tensor:
-    out, blocks = _fill(key, shape, torch.int64, global_shape, runs)
-    stream = _Stream(key, op)
-    for block, index in blocks:
-        block.copy_(stream.full(index).bitwise_and_(_MAX))
-    return out
+def _normal(block: torch.Tensor, index: torch.Tensor, radius: _Stream, angle: _Stream) -> None:
+    if block.dtype == torch.float64:
+        turns = _high(angle.raw(index.clone()), 53).double().mul_(2.0**-53)
+        chance = _high(radius.raw(index), 53).double().add_(0.5).mul_(2.0**-53)
+    else:  # 64 bits are enough for both: 40 for the radius (tails to 7.5 sigma), 24 for the angle
+        z = radius.full(index)
+        turns = (z & ((1 << 24) - 1)).float().mul_(2.0**-24)
+        chance = _high(z, 40).float().add_(0.5).mul_(2.0**-40)
+    block.copy_(chance.log_().mul_(-2).sqrt_().mul_(turns.mul_(2 * math.pi).cos_()))
+
+
+def _bits(block: torch.Tensor, index: torch.Tensor, stream: _Stream) -> None:
+    block.copy_(stream.full(index).bitwise_and_(_MAX))
+
+
+_DRAWN = {"uniform": _uniform, "normal": _normal, "bits": _bits}
+
+
+def _kernel(kind: str) -> Callable[..., torch.Tensor]:
+    def op(key: torch.Tensor, op: int, shape: Sequence[int], **options: Any) -> torch.Tensor:
+        return draw(kind, states(key, lanes(kind, op)), shape, **options)
+
+    return op
 
 
 _ARGS = "Tensor key, int op, SymInt[] shape, *"
@@ -233,9 +250,8 @@ for _schema in (
     f"bits({_ARGS}, {_PART}",
 ):
     LIBRARY.define(_schema, tags=torch.Tag.pt2_compliant_tag)
-LIBRARY.impl("uniform", _uniform, "CompositeExplicitAutograd")
-LIBRARY.impl("normal", _normal, "CompositeExplicitAutograd")
-LIBRARY.impl("bits", _bits, "CompositeExplicitAutograd")
+for _kind in _LANES:
+    LIBRARY.impl(_kind, _kernel(_kind), "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("monoflow::uniform", lib=LIBRARY)
