@@ -1,0 +1,182 @@
+"""When tasks are compiled: ahead of their first run, or beside the first steps, which run op by op."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import FlowError
+from ..graph.step_graph import info_of
+from ..log import stage_logger
+from ..runtime.origin import failing_node
+from ..runtime.program import Task
+from .compiled import CompiledTask, Library, compiled
+from .inductor import missing_compiler
+from .lower import Lowered
+from .pieces import Look
+from .touched_rows import touched_rows
+
+Tensor = torch.Tensor
+
+#: "background": the first steps run op by op while code is compiled beside them; "ahead": a task is compiled
+#: before it first runs; "off": ops one by one.
+MODES = ("background", "ahead", "off")
+
+
+def use_compiled(
+    lowered: Lowered,
+    mode: str,
+    device: torch.device,
+    library: Library | None = None,
+    describe: Callable[[str], str] = lambda name: f"op {name}",
+) -> Lowered:
+    """The same programs with tasks that are compiled, and tables of which only touched rows are updated.
+
+    Says so where there is no compiler.
+
+    Args:
+        mode: one of MODES.
+        device: where the tasks run.
+        library: code that is there already, of other plans for example.
+        describe: names the origin of a graph node in error messages.
+
+    Raises:
+        FlowError: there is no such mode.
+    """
+    if mode not in MODES:
+        raise FlowError(f"compile={mode!r} is none of {', '.join(map(repr, MODES))}")
+    problem = missing_compiler(device) if mode != "off" else ""
+    if problem:
+        stage_logger("lower").warning("steps run op by op: %s", problem)
+        mode = "off"
+    modules = {node.name: info_of(node).module for node in lowered.plan.graph.calls()}
+    library = Library() if library is None else library
+    builder = Builder(library, modules.get, describe, mode == "background")
+    programs = {
+        rank: replace(program, tasks=tuple(_with_function(task, builder, mode) for task in program.tasks))
+        for rank, program in lowered.programs.items()
+    }
+    return replace(lowered, programs=MappingProxyType(programs))
+
+
+def _with_function(task: Task, builder: Builder, mode: str) -> Task:
+    def function(module: fx.GraphModule) -> Any:
+        module = touched_rows(module)
+        return module if mode == "off" else TaskFunction(module, builder)
+
+    if task.compute is None:
+        return task
+    others = {time: function(module) for time, module in task.others.items()}
+    return replace(task, compute=function(task.compute), others=others)
+
+
+class Builder:
+    """Compiles tasks that have shown what they are given.
+
+    Args:
+        module_of, describe: see `compiled`.
+        beside: whether a thread does it, from the second step on, or the caller at once.
+    """
+
+    def __init__(
+        self,
+        library: Library,
+        module_of: Callable[[str], str | None],
+        describe: Callable[[str], str],
+        beside: bool,
+    ) -> None:
+        self.library, self.module_of, self.describe, self.beside = library, module_of, describe, beside
+        self._waiting: list[TaskFunction] = []
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._left = threading.Event()
+
+    def add(self, function: TaskFunction) -> None:
+        """Takes in a task that is to be compiled."""
+        if not self.beside:
+            function.compile()
+            return
+        with self._lock:
+            self._waiting.append(function)
+
+    def start(self) -> None:
+        """Lets the thread work on what waits, if none does."""
+        with self._lock:
+            if not self._waiting or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(target=self._work, name="monoflow compiler", daemon=True)
+            self._thread.start()
+        atexit.register(self._left.set)
+
+    def _work(self) -> None:
+        while not self._left.is_set():
+            with self._lock:
+                if not self._waiting:
+                    return
+                function = self._waiting.pop(0)
+            function.compile()
+
+    def join(self) -> None:
+        """Waits until nothing waits to be compiled."""
+        self.start()
+        thread = self._thread
+        while thread is not None and thread.is_alive():
+            thread.join()
+
+    def is_wanted(self) -> bool:
+        """Whether code is still of use: not when the process ends."""
+        return not self._left.is_set()
+
+
+class TaskFunction:
+    """A task's function that is its ops until they are compiled."""
+
+    def __init__(self, module: fx.GraphModule, builder: Builder) -> None:
+        self.graph = module.graph
+        self._module, self._builder = module, builder
+        self._looks: list[Look] | None = None
+        self._compiled: CompiledTask | None = None
+
+    def forward(self, tensors: list[Tensor], time: int = 0) -> Sequence[Tensor]:
+        """From the task's inputs, which are taken out of the list, to its outputs."""
+        if self._looks is None:
+            self._looks = [Look.of(tensor) for tensor in tensors]
+            self._builder.add(self)
+        elif self._compiled is None:
+            self._builder.start()
+        if self._compiled is not None:
+            return self._compiled.forward(tensors, time)
+        try:
+            return self._module.forward(tensors, time)
+        except Exception as error:
+            node = failing_node(self._module, error.__traceback__)
+            error.add_note(f"in {self._builder.describe(node)}")
+            raise
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
+
+    def compile(self) -> None:
+        """Compiles it; it runs op by op where that fails."""
+        assert self._looks is not None, "a task is compiled once it has seen tensors"
+        builder = self._builder
+        try:
+            made = compiled(self._module, self._looks, builder.library, builder.module_of, builder.describe)
+        except Exception as error:  # whatever the compiler meets: the ops themselves still run
+            first = next((node.name for node in self.graph.nodes if node.op == "call_function"), "")
+            what = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            stage_logger("lower").warning(
+                "%s and what follows run op by op: %s", builder.describe(first), what
+            )
+            return
+        made.build(builder.is_wanted)
+        if builder.is_wanted():
+            self._compiled = made
