@@ -15,6 +15,7 @@ from ..mesh import Placement
 from ..mesh import placement as make_placement
 from ..sbp.layout import B, NdSbp, dim_runs, local_shape
 from ..tensor.global_tensor import SbpLike, as_nd_sbp, check_fits
+from ..tensor.lazy import filled
 from ..tensor.record import Memory, Recording, View, memory_of, view_of
 from ..tensor.replay import plainly, value_of, values_of
 from ..tensor.replay_part import Part, part_of
@@ -203,7 +204,7 @@ class _Filling:
 def _give(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Makes a tensor object hold another's memory; it stays of its class, with its attributes."""
     with plainly():
-        made = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
+        made = torch.Tensor._make_subclass(type(filled(tensor)), value.detach(), tensor.requires_grad)
         # torch.utils.swap_tensors, but that refuses objects with weak references (an RNN has some to its
         # weights), which stay right.
         torch._C._swap_tensor_impl(tensor, made)

@@ -27,7 +27,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(depth)])
         self.head = nn.Linear(width, 13, bias=False)
         nn.init.orthogonal_(self.head.weight)
-        nn.init.trunc_normal_(self.layers[0].weight, std=0.02)
+        nn.init.trunc_normal_(self.head.weight[:5], std=0.02)
         self.register_buffer("scale", torch.arange(width) / width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

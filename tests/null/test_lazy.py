@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from pathlib import Path
 
@@ -25,6 +26,12 @@ ROWS, COLUMNS = 13, 6
 def value(tensor: torch.Tensor) -> torch.Tensor:
     """What a lazily built tensor becomes on one device."""
     return part_of(view_of(tensor), Part((), (), ()))
+
+
+def own(attribute: object) -> torch.Tensor:
+    """A module's attribute that is a tensor."""
+    assert isinstance(attribute, torch.Tensor)
+    return attribute
 
 
 def empty(dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -83,8 +90,8 @@ WHOLE = {
     "orthogonal": lambda: nn.init.orthogonal_(empty(), gain=2),
     "eye": lambda: nn.init.eye_(empty()),
     "sparse": lambda: nn.init.sparse_(empty(), 0.5),
-    "list": lambda: torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
-    "written list": lambda: torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).mul_(2),
+    "list": lambda: torch.tensor([[1.0, 2.0, 3.0] * 2, [4.0, 5.0, 6.0] * 2]),
+    "written list": lambda: torch.tensor([[1.0, 2.0, 3.0] * 2, [4.0, 5.0, 6.0] * 2]).mul_(2),
     "transposed": lambda: torch.empty(COLUMNS, ROWS).normal_().t(),
     "permutation": lambda: torch.randperm(ROWS),
     "position": lambda: torch.outer(torch.arange(ROWS), torch.arange(COLUMNS) / 3).sin(),
@@ -293,6 +300,30 @@ def test_code_that_asks_where_a_tensor_is_sees_where_it_was_asked_for() -> None:
         assert not tensor.is_meta and tensor.device == torch.device("cpu") and tensor.is_cpu
         assert torch.ones(2, device=tensor.device).tolist() == [1, 1]
     assert tensor.is_meta
+
+
+def test_what_is_done_before_there_is_memory_is_recorded_or_refused() -> None:
+    with flow.lazy():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    own(model[0].bias).data.fill_(3)
+    with torch.no_grad():
+        own(model[0].weight)[1:] = 2.0
+        nn.init.orthogonal_(own(model[0].weight)[:1], gain=2)
+    with pytest.raises(flow.CaptureError, match=rf"{HERE}:\d+ looks at a value"):
+        nn.init.trunc_normal_(own(model[1].weight))
+    model.double()
+    twin = copy.deepcopy(model)
+    with pytest.raises(flow.CaptureError, match=rf"{HERE}:\d+ looks at a value that is drawn at random"):
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().item()
+    assert all(tensor.is_meta and tensor.device.type == "meta" for tensor in model.state_dict().values())
+    for one in (model, twin):
+        flow.materialize(one)
+        weight, bias = own(one[0].weight), own(one[0].bias)
+        assert type(weight) is nn.Parameter and weight.dtype == torch.float64
+        assert bias.eq(3).all() and weight[1:].eq(2).all()
+        assert weight[0].norm().item() == pytest.approx(2)
+        assert own(one[1].running_var).eq(1).all()
+    assert torch.equal(own(twin[0].weight), own(model[0].weight)) and twin[0].weight is not model[0].weight
 
 
 def test_values_from_outside_are_kept_as_they_were() -> None:
