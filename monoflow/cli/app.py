@@ -14,11 +14,10 @@ from rich.console import Console
 from ..errors import FlowError
 from ..plan.devices import DEVICES, LINKS
 from . import calibrate as calibrator
-from . import checkpoint
+from . import checkpoint, runs
 from . import doctor as doctor_report
 from . import plan as planner
 from . import run as launcher
-from . import runs
 from . import top as watcher
 from . import trace as tracer
 
