@@ -28,7 +28,7 @@ Runs = Sequence[tuple[int, int]]
 Box = tuple[tuple[int, int], ...]
 
 #: Elements that are worked on at a time.
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
 
 #: Elementwise ops whose result is the same wherever an element lies in memory: most are correctly rounded.
 _EXACT = frozenset(
@@ -60,7 +60,7 @@ def part_of(view: View, part: Part) -> torch.Tensor:
     if ops is None:
         whole = value_of(view)
         held = shard(whole, part.layout, part.mesh, part.coordinate)
-        return held if held.shape == whole.shape else held.contiguous().clone()
+        return held if held.shape == whole.shape else held.clone(memory_format=torch.contiguous_format)
     runs = [dim_runs(size, dim, *part) for dim, size in enumerate(view.size)]
     with plainly():
         scalars = {op: _scalars(op) for op in ops}
