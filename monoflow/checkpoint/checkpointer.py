@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from .group import Group, Joined, first_does
 from .saver import Saver
-from .series import checkpoints, path_of, prune
+from .series import newest, path_of, prune
 from .write import Contents
 
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
@@ -104,15 +104,14 @@ class Checkpointer:
         self._previous: dict[int, Any] = {}
         self._votes = on_signal or self.every.seconds is not None
         self._ballot = _Ballot(group) if self._votes else None
-        first_does(group, lambda: prune(self.folder, None))
+        self._newest = first_does(group, lambda: newest(self.folder))
         if on_signal and threading.current_thread() is threading.main_thread():
             self._previous = {one: signal.signal(one, self._on_signal) for one in _SIGNALS}
 
     @property
     def latest(self) -> str | None:
-        """The path of the newest complete checkpoint."""
-        found = checkpoints(self.folder)
-        return found[-1][1] if found else None
+        """The path of the newest complete checkpoint, the same on every rank."""
+        return self._saver.newest or self._newest
 
     @property
     def saver(self) -> Saver:

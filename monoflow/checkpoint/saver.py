@@ -27,6 +27,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._memory: torch.Tensor | None = None
+        #: The checkpoint that was put in its place last.
+        self.newest: str | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -83,4 +85,5 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, then: Callable[[], None]) -> None:
         write(snapshot)
+        self.newest = str(snapshot.target.path)
         first_does(self.group, then)

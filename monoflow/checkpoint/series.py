@@ -36,6 +36,12 @@ def checkpoints(folder: str | Path) -> list[tuple[int, str]]:
     return sorted(found)
 
 
+def newest(folder: str | Path) -> str | None:
+    """The path of the newest complete checkpoint of a directory or URL."""
+    found = checkpoints(folder)
+    return found[-1][1] if found else None
+
+
 def _number(name: str) -> int:
     found = _NAME.search(name)
     assert found is not None, name

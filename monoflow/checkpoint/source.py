@@ -13,7 +13,7 @@ from .index import INDEX
 from .local import recover
 from .read import Checkpoint, Source
 from .remote import is_url
-from .series import checkpoints
+from .series import newest
 
 
 def open_source(path: str | Path) -> Source:
@@ -26,8 +26,8 @@ def open_source(path: str | Path) -> Source:
     files = bytes_at(text)
     if files.size(INDEX) is not None:
         return Checkpoint(text)
-    if series := checkpoints(text):
-        return Checkpoint(series[-1][1])
+    if (path_in_series := newest(text)) is not None:
+        return Checkpoint(path_in_series)
     if text.endswith((".pt", ".pth", ".bin", ".ckpt")):
         return StateDictFile(text)
     if text.endswith(".safetensors") or holds_safetensors(files):
@@ -40,9 +40,14 @@ def open_source(path: str | Path) -> Source:
 
 
 def open_together(path: str | Path, group: Group) -> Source:
-    """Opens a source on every rank, after a replacement that was cut short is put right. Collective."""
-    if not is_url(str(path)):
-        first_does(group, lambda: recover(Path(str(path).removeprefix("file://"))))
+    """Opens a source on every rank, the same one: the first rank says which is the newest. Collective."""
+
+    def find() -> str:
+        if not is_url(str(path)):
+            recover(Path(str(path).removeprefix("file://")))
+        return open_source(path).path
+
+    place = first_does(group, find)
     opened: list[Source] = []
-    together(group, lambda: opened.append(open_source(path)))
+    together(group, lambda: opened.append(open_source(place)))
     return opened[0]

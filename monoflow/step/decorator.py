@@ -305,7 +305,9 @@ class Step:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the job that run the step as processes. Joins them if they are not yet."""
         world = self._world()
-        return (0,) if world.simulated else self._devices(world).ranks
+        if world.simulated or _INTERCEPTION.get() is not None:
+            return (0,)
+        return self._devices(world).ranks
 
     def load_later(self, begin: Callable[[], bool] | None) -> None:
         """Has `begin` called once optimizer state has begun; it returns whether it began some itself."""

@@ -6,6 +6,7 @@ import errno
 import os
 import signal
 from collections.abc import Callable
+from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,38 @@ def test_all_ranks_save_after_the_same_step(run_ranks: RunRanks, tmp_path: Path,
     assert found == [(4, [1, 2, 3], ended)] * 2
     ((number, path),) = checkpoints(tmp_path)
     assert number == 4 and torch.equal(whole(open_source(path), "columns"), values() * 4)
+
+
+def killed(rank: int, path: Path, found: SimpleQueue) -> None:
+    """One rank of two, of which the second dies while it writes."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", init_method=f"file://{path}/store", rank=rank, world_size=2)
+    saver = Saver(group_of((0, 1)))
+    saver.save(path / "a", contents())
+    if rank == 1:
+        os.pwrite = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        saver.start(path / "a", contents(2))
+        saver.wait()
+    except CheckpointError as error:
+        found.put(str(error))
+    os._exit(0)  # the group is broken
+
+
+def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "monoflow"])
+    found = context.SimpleQueue()
+    processes = [context.Process(target=killed, args=(rank, tmp_path, found), daemon=True) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
+    assert found.get().startswith("rank 0 lost touch with the others of ranks [0, 1]")
+    source = open_source(tmp_path / "a")
+    assert source.faults(source.tensors, 0, 1) == []
+    assert torch.equal(whole(source, "columns"), values())
 
 
 def distributed(path: Path) -> None:
