@@ -34,11 +34,14 @@ class Around:
     """A plan's choices among all others.
 
     Attributes:
+        whole: the plan.
+        plan: its layouts over devices: along time there is nothing to choose.
         graph: the plan's graph in which nothing is computed again.
         folding: which nodes were decided together, as far as the plan treats them alike.
     """
 
     def __init__(self, plan: Plan, rules: Mapping[Callable, OpRule]) -> None:
+        self.whole, plan = plan, plan.spatial
         self.plan = plan
         self.graph = once(plan.graph)
         self.folding = _alike(fold(self.graph), self.graph, plan)

@@ -58,6 +58,7 @@ class Difference:
         ours, theirs: the plans' names.
         placements: the devices of both.
         machines: what both were planned for.
+        micro_batches: in how many both walk the batch.
         figures: what both are predicted to cost, equal or not.
         stored: inputs and outputs that lie otherwise.
         run: ops that run otherwise.
@@ -69,6 +70,7 @@ class Difference:
     theirs: str
     placements: tuple[str, str]
     machines: tuple[str, str]
+    micro_batches: tuple[int, int]
     figures: tuple[Figure, ...]
     stored: tuple[Change, ...]
     run: tuple[Change, ...]
@@ -78,7 +80,8 @@ class Difference:
     def is_equal(self) -> bool:
         """Whether both do the same on the same devices."""
         changed = self.stored or self.run or self.again
-        return not changed and self.placements[0] == self.placements[1]
+        pairs = self.placements, self.micro_batches
+        return not changed and all(ours == theirs for ours, theirs in pairs)
 
     def as_data(self) -> dict[str, Any]:
         """As JSON has it: dicts, lists and numbers."""
@@ -89,7 +92,8 @@ class Difference:
         lines = [f"plans of {self.step}: {self.ours!r} (ours) and {self.theirs!r} (theirs)"]
         if self.is_equal:
             lines.append("they are equal: every tensor lies, and every op runs, the same")
-        pairs = (("on", *self.placements), ("planned for", *self.machines))
+        walked = (f"{num} micro-batches" for num in self.micro_batches)
+        pairs = (("on", *self.placements), ("walked in", *walked), ("planned for", *self.machines))
         rows = [("", "ours", "theirs"), *(pair for pair in pairs if pair[1] != pair[2])]
         rows += [
             (one.name, _figure(one.ours, one.unit), _figure(one.theirs, one.unit)) for one in self.figures
@@ -131,6 +135,7 @@ def diff(ours: Plan, theirs: Plan) -> Difference:
         theirs.name,
         (str(ours.placement), str(theirs.placement)),
         (_machine(ours), _machine(theirs)),
+        (ours.micro_batches, theirs.micro_batches),
         tuple(_figures(ours.predicted, theirs.predicted)),
         _gathered(_stored(ours, theirs)),
         _gathered(_run(ours, theirs)),
@@ -231,7 +236,7 @@ def _repeated(plan: Plan) -> Mapping[str, fx.Node]:
 
 
 def _signature(plan: Plan, node: fx.Node) -> str:
-    return "; ".join(brief(str(axis)) for axis in plan.signatures[node.name])
+    return "; ".join(brief(str(axis)) for axis in plan.spatial.signatures[node.name])
 
 
 def _described(node: fx.Node | None) -> tuple[str, str]:

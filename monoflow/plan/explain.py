@@ -13,7 +13,8 @@ from torch import fx
 from ..errors import PlanError
 from ..graph.passes.recompute import AGAIN
 from ..graph.step_graph import info_of, is_getitem, op_name, source_of, tensor_args
-from ..sbp.layout import NdSbp, local_shape, text
+from ..sbp.layout import B, NdSbp, local_shape, text
+from ..sbp.signature import Signature
 from .around import Around
 from .facts import may_share_memory
 from .labels import Label, Value
@@ -171,7 +172,7 @@ def explain(around: Around, pattern: str) -> Explanation:
             f"nothing in {around.graph.name} is called {pattern!r}: no module, input or node"
             f"{f'; near it are {listed}' if listed else ''}. The plan's text() lists all of them"
         )
-    return Explanation(pattern, plan.name, plan.placement.axes, tuple(choices))
+    return Explanation(pattern, plan.name, around.whole.axes, tuple(choices))
 
 
 # --- one choice ----------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ class _Teller:
     """Looks up what is said of one node."""
 
     def __init__(self, around: Around) -> None:
-        self.around, self.problem, self.plan = around, around.problem, around.plan
+        self.around, self.problem, self.plan, self.whole = around, around.problem, around.plan, around.whole
         calls = [node for node in self.plan.graph.calls() if not is_getitem(node)]
         self.dropped = {node.meta[AGAIN] for node in calls if AGAIN in node.meta}
         self.views: set[tuple[str, int]] = set()
@@ -228,8 +229,10 @@ class _Teller:
             "" if is_input else str(info.phase),
             "" if is_input else info.module,
             "" if is_input else "/".join(PurePath(info.source).parts[-2:]),
-            _option(options[at], prices[at], work[at]),
-            _option(options[second], prices[second], work[second]) if np.isfinite(others[second]) else None,
+            self._option(node, options[at], prices[at], work[at]),
+            self._option(node, options[second], prices[second], work[second])
+            if np.isfinite(others[second])
+            else None,
             int(np.isfinite(prices).sum()),
             () if is_input else tuple(self._moved(node)),
             sum(map(self._held, values)),
@@ -238,6 +241,19 @@ class _Teller:
             len(around.folding.members[around.folding.first[node]]),
             name not in self.plan.unruled,
         )
+
+    def _in_time(self, node: fx.Node) -> tuple[Signature, ...]:
+        """How a node runs along time, if the plan has such an axis."""
+        if not self.whole.has_time:
+            return ()
+        if node.op == "placeholder":
+            return (Signature((), (B,)),)
+        return (self.whole.signatures[node.name][-1],)
+
+    def _option(self, node: fx.Node, one: Label | NdSbp, seconds: float, work: float) -> Option:
+        """One way to lay a node out on the devices, with how it runs along time in any."""
+        time = ["B" if node.op == "placeholder" else str(signature) for signature in self._in_time(node)]
+        return Option((*map(str, one), *time), float(seconds), float(work))
 
     def _until(self, values: Sequence[Value]) -> str:
         phases = (self.last.get((node.name, index), "") for node, index in values)
@@ -269,18 +285,15 @@ class _Teller:
         """Bytes of the largest shard, if the tensor has memory of its own."""
         if (value[0].name, value[1]) in self.views or value[0].target in IN_PLACE:
             return 0
-        meta, mesh = self.problem.labels.metas[value], self.plan.placement.shape
+        meta, mesh = self.problem.labels.metas[value], self.whole.mesh
         assert meta is not None
-        shape = local_shape(meta.shape, self._given(value), mesh, (0,) * len(mesh))
+        given = (*self._given(value), *(one.outputs[value[1]] for one in self._in_time(value[0])))
+        shape = local_shape(meta.shape, given, mesh, (0,) * len(mesh))
         return int(np.prod(shape)) * meta.dtype.itemsize
 
 
 def _short_op(node: fx.Node) -> str:
     return op_name(node.target).removeprefix("aten.").removesuffix(".default")
-
-
-def _option(one: Label | NdSbp, seconds: float, work: float) -> Option:
-    return Option(tuple(map(str, one)), float(seconds), float(work))
 
 
 _PHASES = ("", "prologue", "forward", "recompute", "backward", "update", "the end")

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..boxing.route import seconds_of
 from ..graph.step_graph import Phase, Role, info_of, is_getitem, metas_of, op_name, source_of, tensor_args
 from ..sbp.layout import NdSbp, text
 from ..sbp.signature import TensorMeta
@@ -17,11 +15,10 @@ from .cost import Machine
 from .facts import may_share_memory
 from .memory import LocalShapes, Walk
 from .plan import Plan
-from .predict import COMPUTE, LOCAL_MOVE, Prediction, Prices
+from .predict import Prediction, Prices, item_costs
 from .schedule import Op, schedule
 from .tabulate import pattern_of
 
-_COPY = torch.ops.aten.clone.default
 _ENDLESS = 1 << 60  # bytes: no limit
 
 
@@ -85,10 +82,11 @@ def overview(
         "step": plan.graph.name,
         "plan": plan.name,
         "mesh": dict(zip(plan.placement.axes, plan.placement.shape, strict=True)),
+        "micro_batches": plan.micro_batches,
         "device": machine.device.name,
         "limit_bytes": limit if limit < _ENDLESS else None,
         "parameters": [_row_data(row) for row in layout_rows(plan)],
-        "modules": [_module_data(row) for row in module_rows(plan)],
+        "modules": [_module_data(row) for row in module_rows(plan.spatial)],
         "predicted": predicted.as_data(),
         "timeline": [
             {"lane": lane, "phase": phase, "seconds": seconds, "name": name}
@@ -213,25 +211,14 @@ def _gradient(plan: Plan, name: str) -> NdSbp | None:
 def timeline(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, float, str]]:
     """The step item by item, as the prediction has it: lane, phase, seconds, and what runs.
 
-    Lanes are "compute", "local move" and the mesh axes that are sent along.
+    What is walked is one item, with the seconds of all micro-batches. Lanes are "compute", "local move" and
+    the mesh axes that are sent along.
     """
     prices = Prices(machine)
     facts = prices.facts(plan.graph)
     made = schedule(plan, facts=facts)
-    shapes = LocalShapes(plan, facts)
-    walk = Walk(plan, made, shapes)
-    links = machine.on(plan.placement.num_axes).links
-    for position, item in enumerate(made.items):
-        inputs, outputs = walk.metas[position]
-        if isinstance(item, Op):
-            seconds = prices.op(item.node.target, inputs, outputs, item.node.args)  # pyright: ignore
-            yield COMPUTE, str(item.phase), seconds, item.node.name
-        elif item.is_local:
-            seconds = prices.op(_COPY, outputs, outputs, ()) if walk.begins[position] else 0.0
-            yield LOCAL_MOVE, str(item.phase), seconds, f"{item.move.kind} of {item.source.name}"
-        else:
-            meta = facts[item.source.node].metas[item.source.index]
-            assert meta is not None, item
-            seconds = seconds_of(item.move, meta, links)
-            label = f"{item.move.kind} of {item.source.name}"
-            yield plan.placement.axes[item.move.axis], str(item.phase), seconds, label
+    walk = Walk(plan, made, LocalShapes(plan, facts))
+    for item, cost in zip(made.items, item_costs(plan, walk, prices), strict=True):
+        name = item.node.name if isinstance(item, Op) else f"{item.move.kind} of {item.source.name}"
+        times = f" x {plan.micro_batches}" if item.walked else ""
+        yield cost.kind, cost.phase, cost.seconds, f"{name}{times}"

@@ -138,12 +138,12 @@ def predict(
     if coordinate is not None or not parts.axes:
         whose = coordinate or (0,) * plan.placement.num_axes
         walk = Walk(plan, parts.of(whose), LocalShapes(plan, facts, coordinate))
-        return _of_rank(plan, walk, _costs(plan, walk, prices))
+        return _of_rank(plan, walk, item_costs(plan, walk, prices))
     walks = {
         parts.key(at): Walk(plan, parts.of(at), LocalShapes(plan, facts, at))
         for at in parts.stages(plan.placement.shape)
     }
-    costs = {stage: _costs(plan, walk, prices) for stage, walk in walks.items()}
+    costs = {stage: item_costs(plan, walk, prices) for stage, walk in walks.items()}
     each = {stage: _of_rank(plan, walk, costs[stage]) for stage, walk in walks.items()}
     spans = clocks(
         {stage: walk.made for stage, walk in walks.items()},
@@ -201,7 +201,7 @@ def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
     )
 
 
-def _costs(plan: Plan, walk: Walk, prices: Prices) -> list[_Cost]:
+def item_costs(plan: Plan, walk: Walk, prices: Prices) -> list[_Cost]:
     """What every item of a rank's schedule costs it in a step."""
     count = plan.micro_batches
     first = [_cost(plan, walk, position, prices) for position in range(len(walk.made.items))]

@@ -19,6 +19,11 @@ from ..sbp.registry import OpRule
 Rewrite = tuple[str, tuple[str, ...]]
 
 PREPARE = ("prepare-per-phase", ())
+#: What has the shape of another tensor is made from that shape, without waiting for the tensor.
+FACTORIES = ("factories", ())
+
+aten = torch.ops.aten
+_LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
 
 #: A classifier's loss: in simpler ops the layer before it may stay split by the vocabulary.
 LOSSES = frozenset({torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default})
@@ -33,6 +38,8 @@ def rewritten(graph: StepGraph, rewrites: Iterable[Rewrite], rules: Mapping[Call
     for kind, names in rewrites:
         if kind == PREPARE[0]:
             graph = prepare_per_phase(graph)
+        elif kind == FACTORIES[0]:
+            graph = made_anew(graph)
         elif kind == "expand":
             graph = expand(graph, names, rules)
         elif kind == "recompute":
@@ -41,6 +48,19 @@ def rewritten(graph: StepGraph, rewrites: Iterable[Rewrite], rules: Mapping[Call
             raise PlanError(f"the plan rewrites its graph by {kind!r}, which this version does not know")
         graph = verify(graph, kind)
     return graph
+
+
+def made_anew(graph: StepGraph) -> StepGraph:
+    """The graph with ops such as ones_like as ops that read no tensor, where they make a contiguous one."""
+    edited = copied(graph)
+    for node in edited.nodes:
+        if node.target in _LIKE and node.meta["val"].is_contiguous():
+            value, made = _LIKE[node.target], node.meta["val"]
+            value = node.args[1] if value is None else value
+            node.target = aten.full.default
+            node.args = (list(made.shape), value)
+            node.kwargs = {"dtype": made.dtype, "device": made.device}
+    return finished(graph, edited)
 
 
 def expansion(node: fx.Node, rules: Mapping[Callable, OpRule]) -> Callable | None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import fx
 
 from ..errors import PlanError
-from ..graph.step_graph import NodeInfo, Phase, Role, info_of, op_call, op_name, source_of
+from ..graph.step_graph import NodeInfo, Phase, Role, info_of, is_getitem, op_call, op_name, source_of
 from ..sbp.layout import B, Broadcast, NdSbp, P, Partial, Sbp, Split, fits, is_even, text
 from ..sbp.registry import OpRule, replicated
 from ..sbp.signature import OpCall, Signature
@@ -27,6 +27,7 @@ from .calls import cut, sides
 from .facts import NodeFacts, facts_of
 from .labels import Value
 from .plan import Plan
+from .rewrites import FACTORIES, rewritten
 from .template import batch_size
 from .verify import verify_plan
 from .when import arriving
@@ -51,10 +52,22 @@ def micro_batched(plan: Plan, num: int, rules: Mapping[Callable, OpRule] | None 
         return plan
     assert not plan.has_time, f"{plan.name} has {plan.micro_batches} micro-batches already"
     _check_rows(plan, num)
-    found = _walked(plan, num, RuleBook() if rules is None else rules)
+    rules = RuleBook() if rules is None else rules
+    plan = _with_factories(plan, rules)
+    found = _walked(plan, num, rules)
     signatures = {node.name: (*plan.signatures[node.name], one) for node, one in found.items()}
     made = replace(plan, signatures=signatures, micro_batches=num, predicted=None)
     return verify_plan(made)
+
+
+def _with_factories(plan: Plan, rules: Mapping[Callable, OpRule]) -> Plan:
+    """The plan without ops that wait for a tensor, such as the loss, only to look at its shape."""
+    graph = rewritten(plan.graph, [FACTORIES], rules)
+    signatures = dict(plan.signatures)
+    for node in graph.calls():
+        if not is_getitem(node) and not node.all_input_nodes:
+            signatures[node.name] = tuple(Signature((), axis.outputs) for axis in signatures[node.name])
+    return replace(plan, graph=graph, signatures=signatures, rewrites=(*plan.rewrites, FACTORIES))
 
 
 def _walked(plan: Plan, num: int, rules: Mapping[Callable, OpRule]) -> dict[fx.Node, Signature]:
@@ -135,9 +148,10 @@ class _Walk:
         for node, own in self.facts.items():
             if node.op != "placeholder":
                 self._add(node, own)
+        self._refuse_barriers()
         self._postpone()
         self._sink()
-        self._refuse_barriers()
+        self._refuse_echoes()
         return self.chosen
 
     def _come_in(self) -> None:
@@ -452,6 +466,13 @@ class _Walk:
             if forward or reads_rows:
                 blamed = cause if forward else node
                 raise PlanError(self._told(blamed, self._needs(blamed)))
+
+    def _refuse_echoes(self) -> None:
+        """What is the same in every micro-batch, but made in each, is not there after them.
+
+        Raises:
+            PlanError: something reads it then.
+        """
         for node, signature in self.chosen.items():
             walked = node not in self.late and any(one != B for one in signature.inputs)
             if walked and set(signature.outputs) == {B}:
