@@ -12,6 +12,9 @@ from .remote import is_url, open_url
 class LocalBytes:
     """Files of a directory; each is opened once, so that what is read is what was opened."""
 
+    #: To read so many bytes that are not needed takes no longer than to begin another read.
+    detour = 4 * 2**10
+
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
         self._opened: dict[str, int] = {}
@@ -25,15 +28,19 @@ class LocalBytes:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def read(self, file: str, offset: int, count: int) -> bytearray:
+    def read(self, file: str, offset: int, count: int) -> bytes:
         data = bytearray(count)
-        left, at = memoryview(data), offset
-        while left:
-            got = os.preadv(self._descriptor(file), [left], at)
+        self.read_into(file, offset, memoryview(data))
+        return bytes(data)
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        """Fills `out` with the bytes from `offset` on. Raises CheckpointError where the file ends before."""
+        descriptor, at, end = self._descriptor(file), offset, offset + len(out)
+        while at < end:
+            got = os.preadv(descriptor, [out[at - offset :]], at)
             if not got:
-                raise CheckpointError(f"{self.root / file} ends at byte {at}, {offset + count} were expected")
-            left, at = left[got:], at + got
-        return data
+                raise CheckpointError(f"{self.root / file} ends at byte {at}, {end} were expected")
+            at += got
 
     def _descriptor(self, file: str) -> int:
         if file not in self._opened:
@@ -47,6 +54,8 @@ class LocalBytes:
 
 class RemoteBytes:
     """Objects below an fsspec URL."""
+
+    detour = 4 * 2**20
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -63,6 +72,14 @@ class RemoteBytes:
 
     def read(self, file: str, offset: int, count: int) -> bytes:
         return self.system.cat_file(f"{self.root}/{file}", start=offset, end=offset + count)
+
+    def read_into(self, file: str, offset: int, out: memoryview) -> None:
+        data = self.read(file, offset, len(out))
+        if len(data) != len(out):
+            raise CheckpointError(
+                f"{self.path(file)} ends at byte {offset + len(data)}, {offset + len(out)} were expected"
+            )
+        out[:] = data
 
 
 def bytes_at(path: str | Path) -> LocalBytes | RemoteBytes:

@@ -7,6 +7,7 @@ renamed to `NAME.old-LABEL`; whoever opens the checkpoint after a crash in betwe
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -121,7 +122,7 @@ def _reserve(descriptor: int, size: int) -> None:
         if size:
             os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         os.ftruncate(descriptor, size)  # a file system that cannot reserve
 
@@ -133,7 +134,8 @@ def _named(path: Path, tensor: str = ""):
         yield
     except OSError as error:
         about = f" ({tensor})" if tensor else ""
-        raise CheckpointError(f"{path}{about} cannot be written: {error.strerror or error}") from error
+        hint = "; every rank must see this directory" if isinstance(error, FileNotFoundError) else ""
+        raise CheckpointError(f"{path}{about} cannot be written: {error.strerror or error}{hint}") from error
 
 
 def _is_empty(path: Path) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -16,9 +16,6 @@ from .boxes import Box, describe, extents, meet, num_elements, runs, within
 from .files import LocalBytes, RemoteBytes, bytes_at
 from .index import INDEX, Entry, Index, Stored, checksum
 from .local import bytes_of
-
-#: Shorter runs are read together with what lies between them.
-_SHORT = 16 * 2**10
 
 
 class Wanted(NamedTuple):
@@ -73,6 +70,8 @@ class Arrays:
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         one = self.stored[name]
+        if len(one.entries) == 1 and num_elements(box):
+            return self._read_entry(one.dtype, one.entries[0], box)
         made = torch.empty(extents(box), dtype=one.dtype)
         for entry in one.entries:
             if (shared := meet(box, entry.box)) is not None:
@@ -80,42 +79,34 @@ class Arrays:
         return made
 
     def _read_entry(self, dtype: torch.dtype, entry: Entry, box: Box) -> torch.Tensor:
-        """A box of an entry, run by run, or a stretch of the file at a time where runs are short."""
+        """A box of an entry, run by run, or a stretch at a time where little lies between runs."""
         starts, length = runs(box, entry.box)
-        size = dtype.itemsize
-        if len(starts) == 1:
-            data = self.files.read(entry.file, entry.offset + int(starts[0]) * size, length * size)
-            return _as_tensor(data, dtype, extents(box))
-        num_bytes = length * size
-        made = bytearray(len(starts) * num_bytes)
-        step = _runs_at_once(starts, num_bytes, size)
+        num_bytes = length * dtype.itemsize
+        made = np.empty((len(starts), num_bytes), dtype=np.uint8)
+        begins = starts * dtype.itemsize + entry.offset
+        step = self._runs_at_once(begins, num_bytes)
         for first in range(0, len(starts), step):
-            some = (starts[first : first + step] * size).tolist()
-            count = some[-1] + num_bytes - some[0]
-            data = memoryview(self.files.read(entry.file, entry.offset + some[0], count))
-            for number, start in enumerate(some, first):
-                at = start - some[0]
-                made[number * num_bytes : (number + 1) * num_bytes] = data[at : at + num_bytes]
-        return _as_tensor(made, dtype, extents(box))
+            some = begins[first : first + step]
+            begin, end = int(some[0]), int(some[-1]) + num_bytes
+            if len(some) == 1:
+                self.files.read_into(entry.file, begin, made[first].data)
+                continue
+            stretch = np.empty(end - begin, dtype=np.uint8)
+            self.files.read_into(entry.file, begin, stretch.data)
+            for number, start in enumerate((some - begin).tolist(), first):
+                made[number] = stretch[start : start + num_bytes]
+        return torch.from_numpy(made.reshape(-1)).view(dtype).view(extents(box))
+
+    def _runs_at_once(self, begins: np.ndarray, num_bytes: int) -> int:
+        """How many runs to read as one stretch of the file."""
+        if len(begins) < 2:
+            return 1
+        gap = int(np.max(np.diff(begins)))
+        return 1 if gap - num_bytes > self.files.detour else max(1, (PIECE - num_bytes) // gap + 1)
 
 
-def _runs_at_once(starts: np.ndarray, num_bytes: int, itemsize: int) -> int:
-    """How many runs to read as one stretch: of short ones, as many as fit in a piece with all between."""
-    if num_bytes >= _SHORT:
-        return 1
-    gap = int(np.max(np.diff(starts))) * itemsize
-    return max(1, (PIECE - num_bytes) // max(gap, 1))
-
-
-def _as_tensor(data: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if not len(data):
-        return torch.empty(shape, dtype=dtype)
-    if isinstance(data, bytes):
-        data = bytearray(data)  # torch warns of memory that cannot be written
-    return torch.frombuffer(data, dtype=dtype).view(shape)
-
-
-def some_of(names: Sequence[str], most: int = 5) -> str:
+def some_of(names: list[str], most: int = 5) -> str:
+    """The first few of some names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -215,18 +215,18 @@ def contents(factor: float = 1) -> Contents:
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counts = {"read": 0, "written": 0}
-    pwrite, read = os.pwrite, LocalBytes.read
+    pwrite, read_into = os.pwrite, LocalBytes.read_into
 
     def pwrite_counted(descriptor: int, data: Any, at: int) -> int:
         counts["written"] += len(data)
         return pwrite(descriptor, data, at)
 
-    def read_counted(self: LocalBytes, file: str, offset: int, count: int) -> bytearray:
-        counts["read"] += count
-        return read(self, file, offset, count)
+    def read_counted(self: LocalBytes, file: str, offset: int, out: memoryview) -> None:
+        counts["read"] += len(out)
+        read_into(self, file, offset, out)
 
     monkeypatch.setattr(os, "pwrite", pwrite_counted)
-    monkeypatch.setattr(LocalBytes, "read", read_counted)
+    monkeypatch.setattr(LocalBytes, "read_into", read_counted)
     return counts
 
 
