@@ -151,7 +151,7 @@ def _held(step: Any, compiled: Any, batch: Any) -> int:
     """The peak of one step on this rank: what comes in, and what is allocated."""
     inputs = step._bound(compiled).read((batch,), {})
     before = sum(tensor.nbytes for tensors in inputs.values() for tensor in tensors)
-    _, found = allocations(lambda: compiled.engine.run(inputs), torch.device("cpu"))
+    _, found = allocations(lambda: compiled.engine.in_caller().run(inputs), torch.device("cpu"))
     return before + found.peak
 
 

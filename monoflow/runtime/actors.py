@@ -51,7 +51,8 @@ class Engine:
         programs: by rank.
         transport: how tensors cross ranks.
         describe: names the origin of a graph node in error messages.
-        lanes: whether compute, moves and the host's work have a thread each, or one for all.
+        lanes: whether compute, moves and the host's work have a thread each, or one for all, where a rank has
+            threads of its own; None to fire in the thread that calls, come what may.
         patience: seconds without any firing after which a step on lanes fails; 0 for no end.
 
     Attributes:
@@ -64,7 +65,7 @@ class Engine:
         placement: Placement,
         transport: Transport,
         describe: Describe,
-        lanes: bool = SETTINGS.lanes,
+        lanes: bool | None = SETTINGS.lanes,
         patience: float = SETTINGS.watchdog,
     ) -> None:
         self.programs, self.placement = programs, placement
@@ -84,7 +85,7 @@ class Engine:
         self._marking: Marking | None = None  # of the last step that this thread drove
         self._crew: Crew | None = None
         waits = any(one.channel is HOST for one in self.network.actors)
-        if on_cpu and (board is not None or (waits and lanes)):
+        if on_cpu and lanes is not None and (board is not None or (waits and lanes)):
             self._crew = Crew(self.network, self.firing, board, patience, one_lane=not lanes)
             weakref.finalize(self, self._crew.stop)
 
@@ -117,6 +118,11 @@ class Engine:
             for actor in actors
             for member in actor.members
         ]
+
+    def in_caller(self) -> Engine:
+        """An engine for the same programs that fires in the thread that calls it: a profiler sees it."""
+        firing = self.firing
+        return Engine(self.programs, self.placement, firing.transport, firing.describe, lanes=None)
 
     def _filled(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Registers:
         registers = Registers(self.network)

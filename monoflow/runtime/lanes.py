@@ -261,7 +261,7 @@ class Crew:
             self._give_up(flight, RunError(said))
             return
         quiet = time.monotonic() - flight.last
-        if not self.patience or quiet < self.patience:
+        if self.patience <= 0 or quiet < self.patience:
             return
         if any(self.network.actors[number].task.move is None for number in flight.marking.running):
             return  # something is being computed

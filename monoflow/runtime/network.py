@@ -8,6 +8,8 @@ stands for
     a slot          back from a reader to the actor that fills; a token is the right to fill one more
     a task before   from a task to one that must come after it (`Task.after`)
     a turn          among the moves of a channel, which go in one order on all ranks
+    the pace        from a computation to the moves after the next one in the program: without it, all
+                    parameters would be gathered as soon as a step starts, and fill the memory
 
 What can fire does not depend on when anything else fires, so that a network which finishes in one order of
 firing finishes in every one, with the same numbers. The engine moves tensors over it; `liveness` goes through
@@ -33,6 +35,7 @@ class Waits(StrEnum):
     SLOT = "slot"
     TASK = "task"
     TURN = "turn"
+    PACE = "pace"
 
 
 class Edge(NamedTuple):
@@ -138,6 +141,8 @@ class Network:
         self._add_actors()
         for rank, program in programs.items():
             self._connect(rank, program)
+            if not one_order:
+                self._set_pace(rank, program)
         for actor in self.actors:
             if actor.turn >= 0:
                 self.channels.setdefault(actor.channel, []).append(actor)
@@ -229,6 +234,18 @@ class Network:
                 before = self.actors[self._actor_of[rank, earlier]]
                 edge = self._edge(Waits.TASK, before.number, waiter)
                 before.gives_last.append((edge, waiter.fires))
+
+    def _set_pace(self, rank: int, program: Program) -> None:
+        """A move comes when all computations before it but the last are done, and so may be one ahead."""
+        computed: dict[Rate, list[Actor]] = {Rate.STEP: [], Rate.MICRO: []}
+        for task in program.tasks:
+            actor = self.actors[self._actor_of[rank, task.index]]
+            before = computed[task.rate]
+            if task.move is None:
+                before.append(actor)
+            elif actor.turn >= 0 and len(before) > 1:
+                edge = self._edge(Waits.PACE, before[-2].number, actor)
+                before[-2].gives.append((edge, 1))
 
     def _connect_register(
         self, program: Program, base: int, register: int, writer: Actor | None, reader: Actor
@@ -354,7 +371,7 @@ class Marking:
         """What an actor waits for, in words."""
         source = self.source(edge)
         who = "the outside" if source is None else f"{source.place}{self.when(source)}"
-        if edge.waits is Waits.TASK:
+        if edge.waits in (Waits.TASK, Waits.PACE):
             return f"waits until {who} is done"
         if edge.waits is Waits.TURN:
             return f"waits for its turn after {who}"

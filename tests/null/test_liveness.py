@@ -18,7 +18,7 @@ from monoflow.runtime.liveness import needed_bytes, verify_live
 from monoflow.runtime.network import Marking, Network
 from monoflow.runtime.program import Rate
 from monoflow.runtime.transport import SimTransport
-from monoflow.sbp.layout import B, P
+from monoflow.sbp.layout import B, P, S
 from tests.null.hand_made import Hand, pipeline, pipeline_expected, pipeline_inputs
 
 TWO = placement("cpu", [0, 1], axes=("data",))
@@ -100,6 +100,49 @@ def test_slots_bound_how_far_a_stage_runs_ahead() -> None:
             ahead[member.rank] = max(ahead[member.rank], fired[member.rank][0] - fired[member.rank][1])
     assert marking.is_done
     assert ahead == {0: 3, 1: 2, 2: 1}
+
+
+def test_lanes_gather_one_computation_ahead() -> None:
+    """Four gathers that could all go at once: each waits until the computation two before its own is done."""
+    made = Hand(0, TWO)
+    x, weights = made.given((2,)), [made.given((1,)) for _ in range(4)]
+    for weight in weights:
+        whole, after = made.register((2,)), made.register((2,))
+        made.move(f"gather {weight}", Move(0, (S(0),), (B,), (2,), (2,)), [weight], [whole], len(made.tasks))
+        made.compute(f"layer {weight}", torch.mul, [x, whole], after)
+        x = after
+    made.give(x)
+    network = Network({0: made.program()}, TWO, one_order=False)
+    marking, order = Marking(network), []
+    ready = marking.ready()
+    while ready:
+        actor = max(ready, key=lambda one: (one.task.move is not None, -one.task.index))  # moves first
+        ready.remove(actor)
+        marking.begin(actor)
+        ready += marking.end(actor)
+        order.append(actor.task.name)
+    assert order == [
+        "gather 1", "gather 2", "layer 1", "gather 3", "layer 2", "gather 4", "layer 3", "layer 4",
+    ]  # fmt: skip
+
+
+def test_moves_of_a_stage_go_one_forward_one_backward() -> None:
+    """By hand: with two slots, forward of micro-batch t + 1 comes with backward of t."""
+    made = Hand(0, TWO, 4)
+    micro = Rate.MICRO
+    batch, cut, kept = made.given((4, 2)), made.register((1, 2), micro), made.register((1, 2), micro, 2)
+    back, total = made.register((1, 2), micro), made.register((1, 2))
+    move = Move(0, (P, S(0)), (B, S(0)), (4, 2), (2, 4))
+    made.compute("cut", lambda x, time: x[time : time + 1], [batch], cut, with_time=True)
+    made.move("forth", move, [cut], [kept], 0)
+    made.move("back", move, [kept], [back], 1, phase="backward")
+    made.move("total", Move(1, (B, P), (B, B), (1, 2), (2, 4)), [back], [total], 2, phase="backward")
+    made.move("last", Move(0, (P, B), (B, B), (1, 2), (2, 4)), [total], [made.register((1, 2))], 3)
+    network = verify_live(Network({0: made.program()}, TWO, one_order=False))
+    ((channel, turns),) = network.turns()
+    assert (channel, network.depth(channel)) == (Channel("collectives", 0), 2)
+    names = [actor.task.name for actor in turns]
+    assert names == ["forth", "forth", "back", "forth", "back", "forth", "back", "back", "last"]
 
 
 def test_every_direction_between_two_ranks_has_an_order_of_its_own() -> None:
