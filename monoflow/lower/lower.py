@@ -12,13 +12,13 @@ from ..plan.donate import Donations, donations, overwritten
 from ..plan.parts import Parts
 from ..plan.plan import Plan
 from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
+from ..plan.slots import kept
 from ..runtime.program import Port, Program, Rate, Register, Task, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .body import Where, body
 from .micro import alike
-from .slots import kept
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def lower(
             own = parts.of(coordinate)
             segments = _segments(own)
             given = donations(plan, own, [segment.items for segment in segments])
-            cuts[key] = own, segments, given, kept(plan, parts, coordinate)
+            cuts[key] = own, segments, given, kept(plan, own, coordinate)
         programs[rank] = _RankLowering(plan, *cuts[key], rules, rank, device).program()
     return Lowered(plan, programs, made)
 

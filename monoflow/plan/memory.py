@@ -24,6 +24,7 @@ from .facts import Facts, facts_of
 from .order import IN_PLACE
 from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
+from .slots import kept
 from .strides import Strides
 from .workspace import Metas, move_workspace, op_workspace, received_workspace
 
@@ -263,11 +264,23 @@ class Walk:
         if self.plan.micro_batches > 2:
             passes.append(Walk(self.plan, self.made, self.shapes.at(1))._pass_over(MIDDLE))
         end = passes[1]
+        waiting = self._waiting()
         rows = tuple(
-            max((one.held[position] for one in passes), key=sum) if item.walked else end.held[position]
+            _with_waiting(max((one.held[position] for one in passes), key=sum), waiting)
+            if item.walked
+            else end.held[position]
             for position, item in enumerate(self.made.items)
         )
         return Timeline(rows, end.after, end.before)
+
+    def _waiting(self) -> int:
+        """Bytes of the other micro-batches that wait at a stage for their backward."""
+        coordinate = self.shapes.coordinate[: self.plan.placement.num_axes]
+        slots = {
+            self.storage_of[value]: count for value, count in kept(self.plan, self.made, coordinate).items()
+        }
+        born = {storage for made in self.begins for storage in made}
+        return sum((count - 1) * self.sizes[storage] for storage, count in slots.items() if storage in born)
 
     def _pass_over(self, micro_batch: Pass) -> Timeline:
         """What is held at every item while one micro-batch is walked, and before and after the walk."""
@@ -320,6 +333,10 @@ class Walk:
 def _is_join(box: Box) -> bool:
     """Whether a move along time joins parts."""
     return box.folds and isinstance(box.source.layout[-1], Split)
+
+
+def _with_waiting(row: tuple[int, ...], num_bytes: int) -> tuple[int, ...]:
+    return (*row[:_ACTIVATIONS], row[_ACTIVATIONS] + num_bytes, *row[_ACTIVATIONS + 1 :])
 
 
 def _is_strided(move: Move, shapes: LocalShapes) -> bool:

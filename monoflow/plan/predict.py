@@ -145,17 +145,27 @@ def predict(
     }
     costs = {stage: item_costs(plan, walk, prices) for stage, walk in walks.items()}
     each = {stage: _of_rank(plan, walk, costs[stage]) for stage, walk in walks.items()}
-    spans = clocks(
-        {stage: walk.made for stage, walk in walks.items()},
-        {stage: [cost.seconds for cost in costs[stage]] for stage in costs},
-    )
+    once = {
+        stage: [
+            one.seconds / (plan.micro_batches if item.walked else 1)
+            for item, one in zip(walk.made.items, costs[stage], strict=True)
+        ]
+        for stage, walk in walks.items()
+    }
+    spans = clocks({stage: walk.made for stage, walk in walks.items()}, once)
+    # The first micro-batch goes through all stages; the others follow as fast as the slowest stage lets them.
+    others = plan.micro_batches - 1
+    walked = {
+        stage: sum(seconds for item, seconds in zip(walk.made.items, once[stage], strict=True) if item.walked)
+        for stage, walk in walks.items()
+    }
     stage, worst = max(each.items(), key=lambda pair: pair[1].peak_bytes)
-    end = max(clock.end for clock in spans.values())
+    end = max(clock.end for clock in spans.values()) + others * max(walked.values())
     spent = {phase: dict(kinds) for phase, kinds in worst.seconds_by.items()}
     for phase, seconds in spans[stage].waits.items():
         spent.setdefault(phase, {})[WAIT] = seconds
     last = spent.setdefault(str(Phase.UPDATE), {})
-    last[WAIT] = last.get(WAIT, 0.0) + end - spans[stage].end
+    last[WAIT] = last.get(WAIT, 0.0) + end - spans[stage].end - others * walked[stage]
     return replace(worst, seconds=end, seconds_by=spent)
 
 
