@@ -13,10 +13,9 @@ from ..sbp.layout import NdSbp, text
 from ..sbp.signature import TensorMeta
 from .cost import Machine
 from .facts import may_share_memory
-from .memory import LocalShapes, Walk
 from .plan import Plan
-from .predict import Prediction, Prices, item_costs
-from .schedule import Op, schedule
+from .predict import Prediction, Prices, fullest, item_costs
+from .schedule import Op
 from .tabulate import pattern_of
 
 _ENDLESS = 1 << 60  # bytes: no limit
@@ -211,14 +210,12 @@ def _gradient(plan: Plan, name: str) -> NdSbp | None:
 def timeline(plan: Plan, machine: Machine) -> Iterator[tuple[str, str, float, str]]:
     """The step item by item, as the prediction has it: lane, phase, seconds, and what runs.
 
-    What is walked is one item, with the seconds of all micro-batches. Lanes are "compute", "local move" and
-    the mesh axes that are sent along.
+    Of several stages it is the one that holds most. What is walked is one item, with the seconds of all
+    micro-batches. Lanes are "compute", "local move" and the mesh axes that are sent along.
     """
     prices = Prices(machine)
-    facts = prices.facts(plan.graph)
-    made = schedule(plan, facts=facts)
-    walk = Walk(plan, made, LocalShapes(plan, facts))
-    for item, cost in zip(made.items, item_costs(plan, walk, prices), strict=True):
+    walk = fullest(plan, prices)
+    for item, cost in zip(walk.made.items, item_costs(plan, walk, prices), strict=True):
         name = item.node.name if isinstance(item, Op) else f"{item.move.kind} of {item.source.name}"
         times = f" x {plan.micro_batches}" if item.walked else ""
         yield cost.kind, cost.phase, cost.seconds, f"{name}{times}"

@@ -169,6 +169,18 @@ def predict(
     return replace(worst, seconds=end, seconds_by=spent)
 
 
+def fullest(plan: Plan, prices: Prices) -> Walk:
+    """The schedule of the rank that holds most, walked."""
+    facts = prices.facts(plan.graph)
+    parts = Parts(schedule(plan, facts=facts))
+    if not parts.axes:
+        return Walk(plan, parts.made, LocalShapes(plan, facts))
+    walks = (
+        Walk(plan, parts.of(at), LocalShapes(plan, facts, at)) for at in parts.stages(plan.placement.shape)
+    )
+    return max(walks, key=lambda walk: walk.swept().peak_bytes)
+
+
 class _Cost(NamedTuple):
     """What one item costs a rank: seconds of a kind, bytes that it sends, and which collective it is.
 
