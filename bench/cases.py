@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 def gpt(plan: str, placement: Placement) -> Case:
     """The byte-level GPT: 3.3 M parameters, 16 windows of 128 bytes, AdamW, clipped gradients."""
-    code = _load("gpt/model.py")
+    code = load_example("gpt/model.py")
     model = code.build(code.Shape("own", 4, 256, 4, 128, 0.1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 256, (16, 128))
@@ -40,7 +40,7 @@ def gpt(plan: str, placement: Placement) -> Case:
 
 def vision(plan: str, placement: Placement) -> Case:
     """The ResNet with batch norm, 256 images, SGD with momentum."""
-    model = _load("vision/train.py").ResNet(16)
+    model = load_example("vision/train.py").ResNet(16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     batch = {"images": torch.randn(256, 1, 8, 8), "labels": torch.randint(0, 10, (256,))}
     return _case(
@@ -50,7 +50,7 @@ def vision(plan: str, placement: Placement) -> Case:
 
 def recsys(plan: str, placement: Placement) -> Case:
     """The click model with embedding tables, 8,192 samples, Adam."""
-    code = _load("recsys/train.py")
+    code = load_example("recsys/train.py")
     model = code.ClickModel()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     batch, _ = code.generate(8192, 0)
@@ -86,7 +86,7 @@ def _case(
     return Case(train_step, batch)
 
 
-def _load(path: str) -> ModuleType:
+def load_example(path: str) -> ModuleType:
     """An example's file as a module."""
     name = path.replace("/", "_").removesuffix(".py")
     if name in sys.modules:

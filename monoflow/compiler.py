@@ -23,6 +23,8 @@ from .graph.passes import PASSES
 from .graph.step_graph import Input, Output, Role, StepGraph, info_of
 from .graph.verify import verify
 from .log import stage_logger
+from .lower.building import check_mode, describer, use_compiled
+from .lower.compiled import Library
 from .lower.lower import Lowered, lower
 from .mesh import Placement
 from .plan.devices import default_limit, machine_for
@@ -41,6 +43,7 @@ __all__ = [
     "Compiled",
     "Host",
     "Input",
+    "Library",
     "Output",
     "Plan",
     "Role",
@@ -48,6 +51,7 @@ __all__ = [
     "StepGraph",
     "Subject",
     "World",
+    "check_mode",
     "compile_step",
     "current_world",
     "fingerprint",
@@ -104,6 +108,8 @@ def compile_step(
     host: Callable[[Placement], Host],
     batch_stats: str = "global",
     observe: bool = False,
+    mode: str = "off",
+    library: Library | None = None,
 ) -> Compiled:
     """Compiles one step function for one signature of its arguments.
 
@@ -111,12 +117,12 @@ def compile_step(
         planner: makes the plan, with `plan` below, and sees to it that all ranks have the same.
         host: what this process is to a placement.
         batch_stats: whether batch norm in training is over the "global" batch, or a rank's "local" rows.
-        observe: whether the programs also give out the gradients that the optimizers see.
+        observe, mode, library: as `lower_step` takes them.
     """
     captured = trace(function, subject, args, kwargs, batch_stats)
     planned = planner(captured)
     here = host(planned.placement)
-    lowered = lower_step(planned, here.ranks, here.device, observe)
+    lowered = lower_step(planned, here.ranks, here.device, observe, mode, library)
     return load(captured, lowered, here.mesh)
 
 
@@ -209,14 +215,27 @@ def with_prediction(made: Plan) -> Plan:
     return made if made.machine is None else replace(made, predicted=predict(made, made.machine))
 
 
-def lower_step(made: Plan, ranks: Sequence[int], device: torch.device, observe: bool = False) -> Lowered:
-    """Lowers a plan for some ranks."""
+def lower_step(
+    made: Plan,
+    ranks: Sequence[int],
+    device: torch.device,
+    observe: bool = False,
+    mode: str = "off",
+    library: Library | None = None,
+) -> Lowered:
+    """Lowers a plan for some ranks.
+
+    Args:
+        observe: whether the programs also give out the gradients that the optimizers see.
+        mode: when tasks are compiled: "background", "ahead" or "off".
+        library: compiled code that the tasks may use and add to.
+    """
     log = stage_logger("lower")
     start = time.perf_counter()
     lowered = lower(made, ranks, device, observe)
     num_tasks = len(next(iter(lowered.programs.values())).tasks)
     log.info("lowered %s: %d tasks in %.2f s", made.graph.name, num_tasks, time.perf_counter() - start)
-    return lowered
+    return use_compiled(lowered, mode, device, library)
 
 
 def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compiled:
@@ -224,19 +243,7 @@ def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compi
     placement = lowered.plan.placement
     ranks = list(lowered.programs)
     transport = SimTransport(placement) if mesh is None else DistTransport(placement, ranks[0])
-    origins = {node.name: info_of(node) for node in lowered.plan.graph.calls()}
-
-    def describe(name: str) -> str:
-        info = origins.get(name)
-        if info is None:
-            return f"op {name}"
-        return (
-            f"op {name}"
-            + f", module {info.module!r}" * bool(info.module)
-            + f", {info.source}" * bool(info.source)
-        )
-
-    engine = Engine(lowered.programs, placement, transport, describe)
+    engine = Engine(lowered.programs, placement, transport, describer(lowered.plan.graph))
     if (observer := observing()) is not None:
 
         def sent() -> dict[str, int]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..errors import FlowError
-from ..graph.step_graph import info_of
+from ..graph.step_graph import StepGraph, info_of
 from ..log import stage_logger
 from ..runtime.origin import failing_node
 from ..runtime.program import Task
@@ -30,12 +30,18 @@ Tensor = torch.Tensor
 MODES = ("background", "ahead", "off")
 
 
+def check_mode(mode: object) -> str:
+    """A mode that `compile=` names. Raises FlowError if there is none such."""
+    if mode not in MODES:
+        raise FlowError(f"compile={mode!r} is none of {', '.join(map(repr, MODES))}")
+    return str(mode)
+
+
 def use_compiled(
     lowered: Lowered,
     mode: str,
     device: torch.device,
     library: Library | None = None,
-    describe: Callable[[str], str] = lambda name: f"op {name}",
 ) -> Lowered:
     """The same programs with tasks that are compiled, and tables of which only touched rows are updated.
 
@@ -45,25 +51,40 @@ def use_compiled(
         mode: one of MODES.
         device: where the tasks run.
         library: code that is there already, of other plans for example.
-        describe: names the origin of a graph node in error messages.
 
     Raises:
         FlowError: there is no such mode.
     """
-    if mode not in MODES:
-        raise FlowError(f"compile={mode!r} is none of {', '.join(map(repr, MODES))}")
+    check_mode(mode)
     problem = missing_compiler(device) if mode != "off" else ""
     if problem:
         stage_logger("lower").warning("steps run op by op: %s", problem)
         mode = "off"
     modules = {node.name: info_of(node).module for node in lowered.plan.graph.calls()}
     library = Library() if library is None else library
-    builder = Builder(library, modules.get, describe, mode == "background")
+    builder = Builder(library, modules.get, describer(lowered.plan.graph), mode == "background")
     programs = {
         rank: replace(program, tasks=tuple(_with_function(task, builder, mode) for task in program.tasks))
         for rank, program in lowered.programs.items()
     }
     return replace(lowered, programs=MappingProxyType(programs))
+
+
+def describer(graph: StepGraph) -> Callable[[str], str]:
+    """Names the origin of a node, by the node's name, for messages: its module and the user's line."""
+    origins = {node.name: info_of(node) for node in graph.calls()}
+
+    def describe(name: str) -> str:
+        info = origins.get(name)
+        if info is None:
+            return f"op {name}"
+        return (
+            f"op {name}"
+            + f", module {info.module!r}" * bool(info.module)
+            + f", {info.source}" * bool(info.source)
+        )
+
+    return describe
 
 
 def _with_function(task: Task, builder: Builder, mode: str) -> Task:

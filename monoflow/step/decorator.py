@@ -23,11 +23,13 @@ from ..compiler import (
     CommStats,
     Compiled,
     Host,
+    Library,
     Plan,
     Role,
     StepGraph,
     Subject,
     World,
+    check_mode,
     compile_step,
     current_world,
     load,
@@ -89,6 +91,7 @@ def graph(
     memory: int | str | None = None,
     batch_stats: str = "global",
     micro_batches: int | Literal["auto"] = "auto",
+    compile: Literal["background", "ahead", "off"] = "off",
 ) -> Callable[[Callable], Step]:
     """Makes a step function a compiled step: captured once, planned over all devices, run as a program.
 
@@ -107,6 +110,9 @@ def graph(
         micro_batches: in how many parts the batch is walked, one after the other, with the same numbers: less
             is held at a time, and gradients add up in place. "auto" (the default) is one, or where nothing
             fits `memory` then, the fewest that do. An op that needs the whole batch at once is refused.
+        compile: "background" runs the first steps op by op, compiles the program beside them and goes on with
+            that when it is ready; "ahead" compiles before the first step; "off" (the default) never does. The
+            numbers are the same within rounding.
 
     Returns:
         A decorator. The step is called as the function was, with the global batch.
@@ -134,9 +140,10 @@ def graph(
     subject = subject_of(things)
     limit = _checked_memory(memory, plan)
     num = _checked_micro_batches(micro_batches, plan)
+    mode = check_mode(compile)
 
     def decorate(function: Callable) -> Step:
-        return Step(function, subject, placement, plan, limit, batch_stats, num)
+        return Step(function, subject, placement, plan, limit, batch_stats, num, mode)
 
     return decorate
 
@@ -157,11 +164,13 @@ class Step:
         memory: int | None = None,
         batch_stats: str = "global",
         micro_batches: int | None = None,
+        mode: str = "off",
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._subject = function, subject
         self._placement, self._plan, self._batch_stats = placement, plan, batch_stats
         self._memory, self._micro_batches = memory, micro_batches
+        self._mode, self._library = mode, Library()
         self._pins: dict[str, tuple[Sbp, ...]] = {}
         self._stages: dict[str, int] = {}
         self._versions = Versions(self.name)
@@ -432,6 +441,8 @@ class Step:
             host=host,
             batch_stats=self._batch_stats,
             observe=observe,
+            mode=self._mode,
+            library=self._library,
         )
 
     @contextmanager
@@ -523,7 +534,7 @@ class Step:
         """The same plan with programs that give out the gradients too, or that do not."""
         if (compiled, observe) not in self._forms:
             ranks, device = list(compiled.lowered.programs), _device(compiled.plan.placement)
-            lowered = lower_step(compiled.plan, ranks, device, observe)
+            lowered = lower_step(compiled.plan, ranks, device, observe, self._mode, self._library)
             self._forms[compiled, observe] = load(
                 compiled.captured, lowered, self._mesh(compiled.plan.placement, self._world())
             )
