@@ -12,6 +12,7 @@ under which least of its results is held for a micro-batch, reading the batch cu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -81,6 +82,7 @@ def _walked(plan: Plan, num: int, rules: Mapping[Callable, OpRule]) -> dict[fx.N
             if walk.missing <= axes:
                 raise
             axes |= walk.missing
+            _check_parts(plan, num, axes)
 
 
 def rows_of_rank(plan: Plan) -> tuple[int, int] | None:
@@ -112,6 +114,19 @@ def _check_rows(plan: Plan, num: int) -> None:
         each = f" on each of {parts} parts of the devices" if parts > 1 else ""
         raise PlanError(
             f"micro_batches={num} is more than the batch's {rows // parts} rows{each}; give at most that many"
+        )
+
+
+def _check_parts(plan: Plan, num: int, axes: frozenset[int]) -> None:
+    """Sees to it that rows which devices cut in the middle of the step can be cut so in time as well."""
+    found = rows_of_rank(plan)
+    assert found is not None
+    rows, parts = found[0], math.prod(plan.placement.shape[axis] for axis in axes) * found[1]
+    if rows % (parts * num):
+        raise PlanError(
+            f"micro_batches={num}: plan {plan.name!r} cuts the batch's {rows} rows in {parts} parts within "
+            f"the step, each of which must have as many in every micro-batch; give a batch of a multiple of "
+            f"{parts * num} rows, another plan, or micro_batches=1"
         )
 
 

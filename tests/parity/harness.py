@@ -41,9 +41,9 @@ class Layout(NamedTuple):
         with flow.simulate(self.num_ranks) if self.num_ranks > 1 else nullcontext():
             yield
 
-    def compiled(self, *things: Any) -> Callable[[Callable], Step]:
+    def compiled(self, *things: Any, **options: Any) -> Callable[[Callable], Step]:
         """flow.graph on this layout."""
-        return flow.graph(*things, placement=self.placement, plan=self.plan, memory=self.memory)
+        return flow.graph(*things, placement=self.placement, plan=self.plan, memory=self.memory, **options)
 
 
 _SQUARE = ([0, 1], [2, 3])
@@ -83,7 +83,7 @@ class Case:
         self._captured: dict[int, Captured] = {}
 
     @contextmanager
-    def under(self, layout: Layout) -> Iterator[Step]:
+    def under(self, layout: Layout, **options: Any) -> Iterator[Step]:
         """The compiled step, from the state that the model was built with, within the ranks of the layout."""
         self.model.load_state_dict(self._begin)
         self.optimizer.state.clear()
@@ -96,7 +96,7 @@ class Case:
 
         with pytest.MonkeyPatch.context() as patch, layout.ranks():
             patch.setattr(compiler, "trace", remembered)
-            yield layout.compiled(self.model, self.optimizer)(self.function)
+            yield layout.compiled(self.model, self.optimizer, **options)(self.function)
 
 
 class Cases:
