@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..log import stage_logger
 from .group import Group, Joined, first_does
 from .saver import Saver
 from .series import newest, path_of, prune
@@ -115,6 +116,7 @@ class Checkpointer:
 
     @property
     def saver(self) -> Saver:
+        """What writes."""
         return self._saver
 
     def after_step(self) -> bool:
@@ -126,19 +128,16 @@ class Checkpointer:
         """
         signum, is_due = self._ballot.result() if self._ballot is not None else (0, False)
         if signum:
-            self.save(wait=True)
-            self._stop(signum)
+            self._save_and_stop(signum)
         number = self._number()
-        if is_due or (self.every.steps is not None and number % self.every.steps == 0):
+        is_due |= self.every.steps is not None and number % self.every.steps == 0
+        if is_due:
             self.save()
-            saved = True
-        else:
-            saved = False
         if self._ballot is not None:
             seconds = self.every.seconds
             late = seconds is not None and time.monotonic() - self._last >= seconds
             self._ballot.cast(self._signum, late and self._group.rank == self._group.ranks[0])
-        return saved
+        return is_due
 
     def save(self, wait: bool = False) -> str:
         """Saves now, between two steps; every rank calls it. Returns the path.
@@ -167,8 +166,7 @@ class Checkpointer:
             return
         self._ballot.result()
         if signum := max(self._group.gather(self._signum)):
-            self.save(wait=True)
-            self._stop(signum)
+            self._save_and_stop(signum)
 
     def __enter__(self) -> Self:
         return self
@@ -194,10 +192,15 @@ class Checkpointer:
 
     def _restore(self) -> None:
         for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
         self._previous = {}
 
-    def _stop(self, signum: int) -> NoReturn:
+    def _save_and_stop(self, signum: int) -> NoReturn:
+        try:
+            self._saver.wait()
+        except CheckpointError as error:  # this is the last chance: it must not keep from saving now
+            stage_logger("runtime").warning("a checkpoint was not saved: %s", error)
+        self.save(wait=True)
         self._restore()
         self._signum = 0
         if signum == signal.SIGINT:

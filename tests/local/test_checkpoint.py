@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -502,6 +503,32 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call(
             saver.wait()
     saver.wait()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_saves_though_the_save_before_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = build()
+    handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)]
+
+    def fails(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(SystemExit) as stopped, flow.checkpointer(tmp_path, step) as series:
+        run(step, 0, 1)
+        signal.raise_signal(signal.SIGTERM)
+        assert not series.after_step()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", fails)
+            series.save()
+            while series.saver.is_writing:
+                pass
+        run(step, 1, 1)
+        series.after_step()
+    assert "a checkpoint was not saved: " in caplog.text and "Input/output error" in caplog.text
+    assert stopped.value.code == 143
+    assert [number for number, _ in checkpoints(tmp_path)] == [2]
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
 # --- a series --------------------------------------------------------------------------------------
