@@ -31,12 +31,11 @@ def held_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(part.untyped_storage().nbytes() for part in parts)
 
 
-def train(name: str, plan: str, num_ranks: int) -> dict[str, Any]:
+def train(name: str, plan: str, num_ranks: int, micro_batches: int) -> dict[str, Any]:
     model, optimizer, function = training(name, "adamw")
-    step = flow.graph(model, optimizer, placement=flow.placement("cpu", GRIDS[num_ranks]), plan=plan)(
-        function
-    )
-    batch = batch_of(KINDS[name])
+    where = flow.placement("cpu", GRIDS[num_ranks])
+    step = flow.graph(model, optimizer, placement=where, plan=plan, micro_batches=micro_batches)(function)
+    batch = batch_of(KINDS[name], 8)
     report = step.verify(batch, steps=2)
     losses = [step(batch).item() for _ in range(2)]
     state = state_of(model, optimizer)
@@ -56,11 +55,17 @@ def train(name: str, plan: str, num_ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan", "num_ranks", "replicas"),
-    [("t5", "pipeline", 2, 1), ("gpt2", "pipeline x data", 4, 2)],
+    ("name", "plan", "num_ranks", "replicas", "micro_batches"),
+    [
+        ("t5", "pipeline", 2, 1, 1),
+        ("gpt2", "pipeline", 2, 1, 4),
+        ("gpt2", "pipeline x data", 4, 2, 2),
+    ],
 )
-def test_equals_one_device(run_ranks: RunRanks, name: str, plan: str, num_ranks: int, replicas: int) -> None:
-    found = run_ranks(num_ranks, train, name, plan, num_ranks)
+def test_equals_one_device(
+    run_ranks: RunRanks, name: str, plan: str, num_ranks: int, replicas: int, micro_batches: int
+) -> None:
+    found = run_ranks(num_ranks, train, name, plan, num_ranks, micro_batches)
     for one in found:
         for kind, (largest, worst) in one["deviations"].items():
             assert largest <= TOLERANCE[kind], (kind, largest, worst)

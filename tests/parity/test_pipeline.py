@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+import monoflow as flow
 from monoflow.sbp.layout import At
-from tests.parity.harness import Cases, Layout, assert_exact
-from tests.parity.models import KINDS, batch_of
+from tests.parity.harness import Layout, assert_exact
+from tests.parity.models import KINDS, batch_of, training
 
 _SQUARE = ([0, 1], [2, 3])
 _CUBE = (([0, 1], [2, 3]), ([4, 5], [6, 7]))
@@ -18,32 +19,34 @@ PIPELINES = {
     "zero-x-pipeline": Layout(_SQUARE, "zero x pipeline"),
     "data-x-tensor-x-pipeline": Layout(_CUBE, "data x tensor x pipeline"),
 }
-#: Every model on some layouts, every layout with some models; optimizers take turns.
+#: Every model on some layouts, every layout with some models; optimizers and micro-batches take turns.
 CASES = [
-    ("gpt2", "adamw", "pipeline-2"),
-    ("gpt2", "sgd", "pipeline-x-data"),
-    ("gpt2", "sgd", "data-x-tensor-x-pipeline"),
-    ("llama", "adamw", "pipeline-4"),
-    ("llama", "adamw", "pipeline-x-data"),
-    ("t5", "adamw", "pipeline-4"),
-    ("t5", "sgd", "pipeline-x-tensor"),
-    ("bert", "sgd", "pipeline-2"),
-    ("bert", "adamw", "zero-x-pipeline"),
-    ("vit", "adamw", "pipeline-4"),
-    ("vit", "adamw", "pipeline-x-tensor"),
-    ("tied", "adamw", "pipeline-4"),
-    ("frozen", "sgd", "pipeline-2"),
-    ("resnet", "sgd", "pipeline-x-data"),
-    ("dlrm", "adamw", "pipeline-2"),
+    ("gpt2", "adamw", "pipeline-2", 1),
+    ("gpt2", "sgd", "pipeline-2", 4),
+    ("gpt2", "adamw", "pipeline-4", 8),
+    ("gpt2", "sgd", "data-x-tensor-x-pipeline", 1),
+    ("llama", "adamw", "pipeline-x-data", 2),
+    ("t5", "adamw", "pipeline-4", 1),
+    ("t5", "adamw", "pipeline-2", 3),
+    ("bert", "sgd", "pipeline-2", 1),
+    ("bert", "adamw", "zero-x-pipeline", 2),
+    ("vit", "adamw", "pipeline-x-tensor", 1),
+    ("tied", "adamw", "pipeline-4", 4),
+    ("frozen", "sgd", "pipeline-2", 1),
+    ("resnet", "sgd", "pipeline-2", 1),
 ]
 
 
-@pytest.mark.parametrize(("name", "optimizer", "layout"), CASES)
-def test_equals_one_device(cases: Cases, name: str, optimizer: str, layout: str) -> None:
+@pytest.mark.parametrize(("name", "optimizer", "layout", "micro_batches"), CASES)
+def test_equals_one_device(name: str, optimizer: str, layout: str, micro_batches: int) -> None:
     """Dropout is on, and the gradients' common norm is clipped."""
     where = PIPELINES[layout]
-    with cases(name, optimizer).under(where) as step:
-        assert_exact(step.verify(batch_of(KINDS[name]), steps=2))
+    model, steps, function = training(name, optimizer)
+    with where.ranks():
+        step = flow.graph(
+            model, steps, placement=where.placement, plan=where.plan, micro_batches=micro_batches
+        )(function)
+        assert_exact(step.verify(batch_of(KINDS[name], 8), steps=2))
         plan = step.plan
     (axis,) = [number for number, one in enumerate(where.plan.split(" x ")) if one == "pipeline"]
     stages = {one for axes in plan.signatures.values() for one in axes[axis].outputs}
