@@ -9,7 +9,8 @@ from ..errors import PlanError
 from ..sbp.registry import OpRule
 from .plan import Plan, Search
 from .predict import predict
-from .time import micro_batched, rows_of_rank
+from .rows import rows_of_rank
+from .time import micro_batched
 
 
 def walked(plan: Plan, num: int, rules: Mapping[Callable, OpRule]) -> Plan:

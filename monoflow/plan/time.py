@@ -12,23 +12,24 @@ under which least of its results is held for a micro-batch, reading the batch cu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from ..errors import PlanError
-from ..graph.step_graph import NodeInfo, Phase, Role, info_of, is_getitem, op_call, op_name, source_of
-from ..sbp.layout import B, Broadcast, NdSbp, P, Partial, Sbp, Split, fits, is_even, text
+from ..graph.step_graph import Phase, Role, is_getitem, op_call, source_of
+from ..sbp.layout import B, NdSbp, P, Partial, Sbp, Split, fits, is_even
 from ..sbp.registry import OpRule, replicated
 from ..sbp.signature import OpCall, Signature
 from ..sbp.sources import RuleBook
+from .barriers import refuse_barriers, refuse_echoes, told
 from .calls import cut, sides
 from .facts import NodeFacts, facts_of
 from .labels import Value
 from .plan import Plan
 from .rewrites import FACTORIES, rewritten
+from .rows import check_parts, check_rows
 from .template import batch_size
 from .verify import verify_plan
 from .when import arriving
@@ -52,7 +53,7 @@ def micro_batched(plan: Plan, num: int, rules: Mapping[Callable, OpRule] | None 
     if num == 1:
         return plan
     assert not plan.has_time, f"{plan.name} has {plan.micro_batches} micro-batches already"
-    _check_rows(plan, num)
+    check_rows(plan, num)
     rules = RuleBook() if rules is None else rules
     plan = _with_factories(plan, rules)
     found = _walked(plan, num, rules)
@@ -82,52 +83,7 @@ def _walked(plan: Plan, num: int, rules: Mapping[Callable, OpRule]) -> dict[fx.N
             if walk.missing <= axes:
                 raise
             axes |= walk.missing
-            _check_parts(plan, num, axes)
-
-
-def rows_of_rank(plan: Plan) -> tuple[int, int] | None:
-    """The batch's rows, and in how many equal parts the devices cut them; None without a batch."""
-    rows = batch_size(plan.graph)
-    if rows is None:
-        return None
-    parts = 1
-    for one in plan.graph.inputs:
-        if one.role is Role.BATCH and one.meta.shape and one.meta.shape[0] == rows:
-            split = 1
-            for sbp, size in zip(plan.inputs[one.name], plan.placement.shape, strict=True):
-                split *= size if isinstance(sbp, Split) and sbp.dim == 0 else 1
-            parts = max(parts, split)
-    return rows, parts
-
-
-def _check_rows(plan: Plan, num: int) -> None:
-    found = rows_of_rank(plan)
-    if found is None:
-        raise PlanError(f"micro_batches={num}: {plan.graph.name} takes no batch that could be cut")
-    rows, parts = found
-    if rows % parts:
-        raise PlanError(
-            f"micro_batches={num}: the batch's {rows} rows lie unevenly on {parts} parts of the devices, so "
-            f"they cannot be cut once more; give a batch of a multiple of {parts} rows, or micro_batches=1"
-        )
-    if num > rows // parts:
-        each = f" on each of {parts} parts of the devices" if parts > 1 else ""
-        raise PlanError(
-            f"micro_batches={num} is more than the batch's {rows // parts} rows{each}; give at most that many"
-        )
-
-
-def _check_parts(plan: Plan, num: int, axes: frozenset[int]) -> None:
-    """Sees to it that rows which devices cut in the middle of the step can be cut so in time as well."""
-    found = rows_of_rank(plan)
-    assert found is not None
-    rows, parts = found[0], math.prod(plan.placement.shape[axis] for axis in axes) * found[1]
-    if rows % (parts * num):
-        raise PlanError(
-            f"micro_batches={num}: plan {plan.name!r} cuts the batch's {rows} rows in {parts} parts within "
-            f"the step, each of which must have as many in every micro-batch; give a batch of a multiple of "
-            f"{parts * num} rows, another plan, or micro_batches=1"
-        )
+            check_parts(plan, num, axes)
 
 
 class _Walk:
@@ -163,10 +119,10 @@ class _Walk:
         for node, own in self.facts.items():
             if node.op != "placeholder":
                 self._add(node, own)
-        self._refuse_barriers()
+        refuse_barriers(self)
         self._postpone()
         self._sink()
-        self._refuse_echoes()
+        refuse_echoes(self)
         return self.chosen
 
     def _come_in(self) -> None:
@@ -432,7 +388,7 @@ class _Walk:
             for index, one in enumerate(wanted):
                 partial = next((sbp for sbp in one if isinstance(sbp, Partial)), None)
                 if partial is not None and self.given[node, index] != partial:
-                    raise PlanError(self._told(node, f"is read as {' and as '.join(map(str, one))}"))
+                    raise PlanError(told(self, node, f"is read as {' and as '.join(map(str, one))}"))
             layouts = self.plan.wanted(node)
             for value, one, wanted in zip(own.sources, self.chosen[node].inputs, layouts, strict=True):
                 given = self.plan.layouts(value[0])[value[1]]
@@ -461,68 +417,3 @@ class _Walk:
             given = [form if meta.shape == shape else B for meta in call.inputs]
             if isinstance(form, Split) and form not in (B, Split(form.dim)):
                 yield from self._signatures(node, call, given)
-
-    # --- the law of barriers -----------------------------------------------------------------------
-
-    def _refuse_barriers(self) -> None:
-        """Nothing that forward or backward still needs may wait for the last micro-batch.
-
-        Raises:
-            PlanError: something does.
-        """
-        for node, cause in self.late.items():
-            own = self.facts[node]
-            if own.phase not in (Phase.RECOMPUTE, Phase.BACKWARD):
-                continue
-            forward = info_of(cause).phase is Phase.FORWARD
-            reads_rows = any(
-                isinstance(self.given[value], Split) or value in self.offers for value in own.sources
-            )
-            if forward or reads_rows:
-                blamed = cause if forward else node
-                raise PlanError(self._told(blamed, self._needs(blamed)))
-
-    def _refuse_echoes(self) -> None:
-        """What is the same in every micro-batch, but made in each, is not there after them.
-
-        Raises:
-            PlanError: something reads it then.
-        """
-        for node, signature in self.chosen.items():
-            walked = node not in self.late and any(one != B for one in signature.inputs)
-            if walked and set(signature.outputs) == {B}:
-                for user in self._users(node):
-                    if user in self.late:
-                        told = f"is read by %{user.name} after the last micro-batch, and is of one only"
-                        raise PlanError(self._told(node, told))
-
-    def _users(self, node: fx.Node) -> Iterator[fx.Node]:
-        for user, own in self.facts.items():
-            if any(source is node for source, _ in own.sources):
-                yield user
-
-    def _needs(self, node: fx.Node) -> str:
-        """In which layouts a node would have to have what it reads."""
-        own, layouts = self.facts[node], []
-        for value, wanted in zip(own.sources, self.plan.wanted(node), strict=True):
-            given = self.given[value]
-            if not isinstance(given, Broadcast) or value in self.offers:
-                comes = text((*self.plan.layouts(value[0])[value[1]], self.offers.get(value, given)))
-                layouts.append(f"{self._name(value)} comes as {comes} and is wanted {text((*wanted, B))}")
-        along = ", ".join((*self.plan.placement.axes, "time"))
-        return f"needs all of the batch at once, and backward waits for it: along ({along}) " + "; ".join(
-            layouts or ["what it reads is whole only after the last micro-batch"]
-        )
-
-    def _name(self, value: Value) -> str:
-        return self.names.get(value[0]) or f"%{value[0].name}"
-
-    def _told(self, node: fx.Node, what: str) -> str:
-        info: NodeInfo = info_of(node)
-        where = f" at {info.source}" * bool(info.source) + f" in {info.module!r}" * bool(info.module)
-        return (
-            f"micro_batches={self.num}: %{node.name} = {op_name(node.target)}{where} {what}. Use "
-            "micro_batches=1, take a statistic over the batch out of the step or of what backward needs "
-            "(.detach() does not help: forward waits for it too), or for batch norm in training "
-            'batch_stats="local"'
-        )
