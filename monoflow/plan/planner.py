@@ -12,7 +12,7 @@ from ..errors import LayoutError, PlanError
 from ..graph.step_graph import StepGraph
 from ..log import stage_logger
 from ..mesh import Placement
-from ..sbp.layout import Sbp, Split
+from ..sbp.layout import B, Sbp, Split
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .axis import AxisPlan, AxisProblem
@@ -153,6 +153,7 @@ def _plan_axes(
     for axis, size in enumerate(placement.shape):
         template = templates[axis]
         if template is None:
+            _check_free(pins, axis)
             solved.append(plan_stages(graph, size, stages, device))
             continue
         taken: dict[str, set[int]] = {}
@@ -167,6 +168,16 @@ def _plan_axes(
         before = [(placement.shape[i], plan) for i, plan in enumerate(solved)]
         solved.append(AxisProblem(graph, goal, rules, device, before).solve())
     return solved
+
+
+def _check_free(pins: Pins, axis: int) -> None:
+    """Raises LayoutError if a pin says how something lies along an axis of stages."""
+    for pattern, layout in pins.items():
+        if layout[axis] != B:
+            raise LayoutError(
+                f"pin {pattern!r}: {layout[axis]} is along the axis of a pipeline, where tensors lie at the "
+                "stages of the modules that use them; write B there, and fix stages with step.stage(...)"
+            )
 
 
 def _chosen_storage(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import monoflow as flow
-from monoflow.errors import PlanError
+from monoflow.errors import LayoutError, PlanError
 from monoflow.graph.step_graph import Phase, StepGraph, info_of, is_getitem, source_of, tensor_args
 from monoflow.mesh import placement
 from monoflow.plan.cost import DeviceCost
@@ -22,7 +22,7 @@ from monoflow.plan.planner import plan_step
 from monoflow.plan.positions import positions
 from monoflow.plan.schedule import Box, Op, schedule
 from monoflow.plan.stages import _best, cut_stages, module_pattern
-from monoflow.sbp.layout import At, B
+from monoflow.sbp.layout import At, B, S
 from monoflow.sbp.signature import Signature
 from monoflow.sbp.sources import RuleBook
 from monoflow.step import Step
@@ -232,6 +232,8 @@ def test_names_of_plans():
         plan_step(graph, grid, "pipeline")
     with pytest.raises(PlanError, match=r"pinned to stages \('layers\.0'\), but plan='data' has none"):
         plan_step(graph, placement("cpu", [0, 1]), "data", stages={"layers.0": 0})
+    with pytest.raises(LayoutError, match=r"pin 'layers\.\*': S\(0\) is along the axis of a pipeline"):
+        plan_step(graph, grid, "pipeline x data", {"layers.*": (S(0), B)})
     with pytest.raises(PlanError, match="has 7 forward ops, too few for 40 stages"):
         plan_step(graph, placement("cpu", range(40)), "pipeline")
 
