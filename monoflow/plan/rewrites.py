@@ -23,7 +23,15 @@ PREPARE = ("prepare-per-phase", ())
 FACTORIES = ("factories", ())
 
 aten = torch.ops.aten
-_LIKE = {aten.zeros_like.default: 0, aten.ones_like.default: 1, aten.full_like.default: None}
+#: Of these: the value, given their arguments.
+_LIKE: Mapping[Callable, Callable[..., float]] = {
+    aten.zeros_like.default: lambda _: 0,
+    aten.new_zeros.default: lambda _, size: 0,
+    aten.ones_like.default: lambda _: 1,
+    aten.new_ones.default: lambda _, size: 1,
+    aten.full_like.default: lambda _, value: value,
+    aten.new_full.default: lambda _, size, value: value,
+}
 
 #: A classifier's loss: in simpler ops the layer before it may stay split by the vocabulary.
 LOSSES = frozenset({torch.ops.aten._log_softmax.default, torch.ops.aten._log_softmax_backward_data.default})
@@ -55,8 +63,7 @@ def made_anew(graph: StepGraph) -> StepGraph:
     edited = copied(graph)
     for node in edited.nodes:
         if node.target in _LIKE and node.meta["val"].is_contiguous():
-            value, made = _LIKE[node.target], node.meta["val"]
-            value = node.args[1] if value is None else value
+            value, made = _LIKE[node.target](*node.args), node.meta["val"]
             node.target = aten.full.default
             node.args = (list(made.shape), value)
             node.kwargs = {"dtype": made.dtype, "device": made.device}

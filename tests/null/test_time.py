@@ -192,6 +192,28 @@ def test_what_only_the_result_needs_comes_after_the_last_micro_batch() -> None:
     assert Phase.BACKWARD in walked and Phase.UPDATE not in walked
 
 
+def test_what_is_made_in_every_micro_batch_is_not_read_after_them() -> None:
+    """But a shape alone is waited for by nobody: ones like a result are there from the beginning."""
+    model = Mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def trained(made: Callable[[Tensor], Tensor]) -> Plan:
+        @flow.graph(model, optimizer)
+        def step(x: Tensor) -> Tensor:
+            out = model(x)
+            loss = out.square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return made(out.detach()) * loss.detach().sqrt()
+
+        return planned(step.capture(torch.randn(8, 6)), 2)
+
+    assert trained(lambda out: out.new_ones(3)).has_time
+    with pytest.raises(PlanError, match=r"aten\.fill\.Scalar at .*test_time\.py:\d+ is read by %mul"):
+        trained(lambda out: torch.fill(out, 3.0))
+
+
 def test_an_op_that_is_read_by_backward_as_a_partial_breaks_the_law_of_barriers() -> None:
     """The verifier sees it, whatever made the plan."""
     plan = planned(captured(), 2)

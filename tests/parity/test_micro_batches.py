@@ -64,10 +64,10 @@ def test_batches_of_other_sizes_equal_one_device(name: str, layout: str, rows: i
 
 def test_rows_too_few_for_devices_and_time_are_refused(cases: Cases) -> None:
     with (
-        cases("dlrm", "sgd").under(LAYOUTS["data-x-tensor"], micro_batches=2) as step,
-        pytest.raises(PlanError, match=r"cuts the batch's 4 rows in 4 parts .* a multiple of 8 rows"),
+        cases("tied", "adamw").under(LAYOUTS["tensor-2"], micro_batches=4) as step,
+        pytest.raises(PlanError, match=r"cuts the batch's 4 rows in 2 parts .* a multiple of 8 rows"),
     ):
-        step.compile(batch_of(KINDS["dlrm"]))
+        step.compile(batch_of(KINDS["tied"]))
 
 
 def test_gradient_accumulation_by_hand_goes_with_micro_batches() -> None:
