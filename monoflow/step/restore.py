@@ -184,9 +184,7 @@ def _put_objects(position: Any, saved: Mapping[str, Any], stream: Any, extra: Ma
             value.load_state_dict(saved[key]["value"])
 
 
-def _put_tensors(
-    step: Step, source: Source, live: Live, names: Mapping[str, str], group: Group
-) -> None:
+def _put_tensors(step: Step, source: Source, live: Live, names: Mapping[str, str], group: Group) -> None:
     subject = step.subject
     with torch.no_grad():
         fill(
