@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .capture.subject import Slot, Subject, subject_of
 from .capture.trace import Captured, capture
+from .config import SETTINGS
 from .errors import PlanError
 from .graph.passes import PASSES
 from .graph.step_graph import Input, Output, Role, StepGraph, info_of
@@ -243,7 +244,8 @@ def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compi
     placement = lowered.plan.placement
     ranks = list(lowered.programs)
     transport = SimTransport(placement) if mesh is None else DistTransport(placement, ranks[0])
-    engine = Engine(lowered.programs, placement, transport, describer(lowered.plan.graph))
+    lanes = SETTINGS.lanes and lowered.plan.overlaps
+    engine = Engine(lowered.programs, placement, transport, describer(lowered.plan.graph), lanes)
     if (observer := observing()) is not None:
 
         def sent() -> dict[str, int]:

@@ -61,7 +61,7 @@ def lower(
 
 @dataclass
 class _Segment:
-    """What runs between two moves that are not local, or one such move; walked or not."""
+    """What runs between two moves that are not local, or one such move or bundle of them; walked or not."""
 
     items: list[Op | Box] = field(default_factory=list)
     reads: list[LaidOut] = field(default_factory=list)
@@ -72,6 +72,11 @@ class _Segment:
         first = self.items[0]
         return first if isinstance(first, Box) and not first.is_local else None
 
+    def takes_with(self, box: Box) -> bool:
+        """Whether a move goes with those that are here, as one collective."""
+        last = self.items[-1]
+        return isinstance(last, Box) and last.bundle >= 0 and last.bundle == box.bundle
+
 
 def _segments(made: Schedule) -> list[_Segment]:
     """Cuts the schedule at its moves and where the walk begins and ends; works out what crosses every cut."""
@@ -79,7 +84,10 @@ def _segments(made: Schedule) -> list[_Segment]:
     for item in made.items:
         is_collective = isinstance(item, Box) and not item.is_local
         before = segments[-1] if segments else None
-        if is_collective or before is None or before.collective or before.items[0].walked != item.walked:
+        together = is_collective and before is not None and before.takes_with(item)
+        if not together and (
+            is_collective or before is None or before.collective or before.items[0].walked != item.walked
+        ):
             segments.append(_Segment())
         segments[-1].items.append(item)
     last_use: dict[LaidOut, int] = {one: len(segments) for _, one in made.outputs}
@@ -150,15 +158,16 @@ class _RankLowering:
         return len(self.registers) - 1
 
     def _task(self, position: int, segment: _Segment) -> Task:
-        reads = tuple(self.register_of[value] for value in segment.reads)
         rate = Rate.MICRO if segment.items[0].walked else Rate.STEP
         box = segment.collective
         if box is not None:
             filled = Rate.STEP if box.folds else rate
-            targets = tuple(self._register(value, filled) for value in box.outputs)
+            boxes = [one for one in segment.items if isinstance(one, Box)]
             return Task(
-                position, f"{box.move.kind}:{box.source.name}", str(box.phase), reads, targets,
-                move=box.move, order=box.order, rate=rate,
+                position, f"{box.move.kind}:{box.source.name}", str(box.phase),
+                tuple(self.register_of[value] for one in boxes for value in one.inputs),
+                tuple(self._register(value, filled) for one in boxes for value in one.outputs),
+                move=box.move, order=box.order, rate=rate, bundled=tuple(one.move for one in boxes[1:]),
             )  # fmt: skip
         modules = [
             body(
@@ -166,6 +175,7 @@ class _RankLowering:
             )
             for times in (self.classes if rate is Rate.MICRO else self.classes[:1])
         ]
+        reads = tuple(self.register_of[value] for value in segment.reads)
         writes = tuple(self._register(value, rate) for value in segment.writes)
         after = {
             reader

@@ -68,7 +68,7 @@ def _delay(
     plan: Plan, facts: Facts, items: Sequence[Op | Box], results: Sequence[LaidOut], when: list[When]
 ) -> None:
     """Moves what could be done before the walk to where it is needed, where that holds less."""
-    learnt = _prepared(plan, facts)
+    learnt = prepared(plan, facts)
     readers: dict[LaidOut, set[When]] = {value: {When.AFTER} for value in results}
     again: set[int] = set()
     for number in reversed(range(len(items))):
@@ -90,7 +90,7 @@ def _delay(
             walked.update(item.outputs)
 
 
-def _prepared(plan: Plan, facts: Facts) -> set[fx.Node]:
+def prepared(plan: Plan, facts: Facts) -> set[fx.Node]:
     """Parameters, and what ops that only prepare them make of them."""
     found = {
         node for name, node in plan.graph.placeholders.items() if plan.graph.input_of[name].role is Role.PARAM

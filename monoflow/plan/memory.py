@@ -26,7 +26,7 @@ from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
 from .slots import kept
 from .strides import Strides
-from .workspace import Metas, move_workspace, op_workspace, received_workspace
+from .workspace import Metas, bundle_workspace, move_workspace, op_workspace, received_workspace
 
 #: What bytes are held for, in the order of a timeline's columns.
 CATEGORIES = (
@@ -134,14 +134,18 @@ def timeline(plan: Plan, made: Schedule, shapes: LocalShapes | None = None) -> T
 class Walk:
     """One pass over a schedule: which storage every tensor is in, and from where to where it is read.
 
+    Args:
+        lanes: whether a move may still run beside the compute after it, see `runtime.pace`.
+
     Attributes:
         begins: per item, the storages that it makes.
         metas: per item, what the rank holds of its inputs and of its outputs.
         workspace: per item, bytes that it needs while it runs.
     """
 
-    def __init__(self, plan: Plan, made: Schedule, shapes: LocalShapes) -> None:
-        self.plan, self.made, self.shapes = plan, made, shapes
+    def __init__(self, plan: Plan, made: Schedule, shapes: LocalShapes, lanes: bool = False) -> None:
+        self.plan, self.made, self.shapes, self.lanes = plan, made, shapes, lanes
+        self.first_of, self.last_of = _bundles(made.items)
         self.on_cpu = plan.placement.device_type == "cpu"
         self.in_place = donations(plan, made, [[item] for item in made.items]).nodes
         self.gradients = _gradients(plan, made)
@@ -151,13 +155,15 @@ class Walk:
         self.categories: list[int] = []
         self.last: list[int] = []  # the last item that reads a storage
         self.begins: list[list[int]] = [[] for _ in made.items]  # storages that an item makes
-        self.workspace: list[int] = []
+        self.workspace = [0] * len(made.items)
         self.metas: list[tuple[Metas, Metas]] = []
         self.folded: set[int] = set()  # what micro-batches are put together in
         self.first_walked = next((at for at, item in enumerate(made.items) if item.walked), -1)
         self._come_in()
         for position, item in enumerate(made.items):
             self._pass(position, item)
+        if lanes:
+            self._linger()
         for value in (*made.inputs, *(value for _, value in made.outputs)):
             self.last[self.storage_of[value]] = len(made.items)
         self.sharing = Counter(self.storage_of.values())  # tensors in a storage
@@ -174,7 +180,8 @@ class Walk:
         reads, writes = item.inputs, item.outputs
         metas = [self.shapes.of(value) for value in reads], [self.shapes.of(value) for value in writes]
         self.metas.append(metas)
-        self.workspace.append(self._workspace(item, *metas))
+        first, end = self.first_of[position], self.last_of[position]
+        self.workspace[first] += self._workspace(item, *metas)
         shared = dict(self._shared(item))
         for number, (value, meta) in enumerate(zip(writes, metas[1], strict=True)):
             if value in shared:
@@ -182,13 +189,36 @@ class Walk:
                 if self._category(item, value, number) == _GRADIENTS != self.categories[storage]:
                     self._regrade(storage)
             elif meta is not None:
-                self.begins[position].append(self._store(value, meta, self._category(item, value, number)))
-                self.last[-1] = position
+                self.begins[first].append(self._store(value, meta, self._category(item, value, number)))
+                self.last[-1] = end
                 if isinstance(item, Box) and item.folds:
                     self.folded.add(len(self.sizes) - 1)
         for value in reads:
-            self.last[self.storage_of[value]] = position
+            self.last[self.storage_of[value]] = end
         self.strides.note(item, shared)
+
+    def _linger(self) -> None:
+        """Holds what a move reads and works with while the compute after it runs."""
+        own = list(self.workspace)
+        for position, item in enumerate(self.made.items):
+            if not _meets(item):
+                continue
+            end = self._compute_after(position)
+            for value in item.inputs:
+                storage = self.storage_of[value]
+                self.last[storage] = max(self.last[storage], end)
+            for later in range(position + 1, end + 1):
+                self.workspace[later] += own[position] if later > self.last_of[position] else 0
+
+    def _compute_after(self, position: int) -> int:
+        """The last item of the compute task after a move, of those that are done as often."""
+        items = self.made.items
+        walked, after = items[position].walked, position + 1
+        while after < len(items) and items[after].walked is walked and _meets(items[after]):
+            after += 1
+        while after < len(items) and items[after].walked is walked and not _meets(items[after]):
+            after += 1
+        return after - 1
 
     def _regrade(self, storage: int) -> None:
         """A gradient may be a view of what was computed for it."""
@@ -253,16 +283,18 @@ class Walk:
         target = outputs[0] if item.takes else source
         assert source is not None and target is not None
         plain = self.strides.is_contiguous(item.source)
+        if item.bundle >= 0:
+            return bundle_workspace(item.move, source, target)
         return move_workspace(item.move, source, target, self.shapes.coordinate, plain, self.on_cpu)
 
     def swept(self) -> Timeline:
         """Adds up what is held at every item; of an item that is walked, when it holds most."""
         if not self.plan.has_time:
             return self._pass_over(ALONE)
-        last = Walk(self.plan, self.made, self.shapes.at(self.plan.micro_batches - 1))
+        last = Walk(self.plan, self.made, self.shapes.at(self.plan.micro_batches - 1), self.lanes)
         passes = [self._pass_over(FIRST), last._pass_over(LAST)]
         if self.plan.micro_batches > 2:
-            passes.append(Walk(self.plan, self.made, self.shapes.at(1))._pass_over(MIDDLE))
+            passes.append(Walk(self.plan, self.made, self.shapes.at(1), self.lanes)._pass_over(MIDDLE))
         end = passes[1]
         waiting = self._waiting()
         rows = tuple(
@@ -328,6 +360,23 @@ class Walk:
         storage = self.storage_of[item.source]
         is_sole = self.last[storage] == position and self.sharing[storage] == 1
         return is_sole and self.strides.is_contiguous(item.source)
+
+
+def _meets(item: Op | Box) -> bool:
+    """Whether other ranks take part."""
+    return isinstance(item, Box) and not item.is_local and not item.folds
+
+
+def _bundles(items: Sequence[Op | Box]) -> tuple[list[int], list[int]]:
+    """For every item the first and the last of those that it goes with; itself if it goes alone."""
+    first, last = list(range(len(items))), list(range(len(items)))
+    for position in range(1, len(items)):
+        before, item = items[position - 1], items[position]
+        if isinstance(item, Box) and isinstance(before, Box) and before.bundle == item.bundle >= 0:
+            first[position] = first[position - 1]
+            for one in range(first[position], position + 1):
+                last[one] = position
+    return first, last
 
 
 def _is_join(box: Box) -> bool:

@@ -120,6 +120,16 @@ class Plan:
         return replace(self, signatures=signatures, micro_batches=1, predicted=None)
 
     @property
+    def has_stages(self) -> bool:
+        """Whether some of the state lies at one stage of an axis."""
+        return any(isinstance(one, At) for layout in self.inputs.values() for one in layout)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether moves run beside compute, which holds more; where bytes are limited, stages alone do."""
+        return self.placement.size > 1 and (self.search is None or not self.search.limit or self.has_stages)
+
+    @property
     def links(self) -> tuple[LinkCost, ...] | None:
         """What moves cost, per axis; None where that is not known."""
         return self.machine.links if self.machine is not None else None

@@ -137,10 +137,10 @@ def predict(
     parts = Parts(made or schedule(plan, facts=facts))
     if coordinate is not None or not parts.axes:
         whose = coordinate or (0,) * plan.placement.num_axes
-        walk = Walk(plan, parts.of(whose), LocalShapes(plan, facts, coordinate))
+        walk = Walk(plan, parts.of(whose), LocalShapes(plan, facts, coordinate), plan.overlaps)
         return _of_rank(plan, walk, item_costs(plan, walk, prices))
     walks = {
-        parts.key(at): Walk(plan, parts.of(at), LocalShapes(plan, facts, at))
+        parts.key(at): Walk(plan, parts.of(at), LocalShapes(plan, facts, at), plan.overlaps)
         for at in parts.stages(plan.placement.shape)
     }
     costs = {stage: item_costs(plan, walk, prices) for stage, walk in walks.items()}
@@ -203,8 +203,9 @@ def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
     for one in costs:
         by_kind = spent.setdefault(one.phase, {})
         by_kind[one.kind] = by_kind.get(one.kind, 0.0) + one.seconds
-        if one.collective:
+        if one.sent:
             sent[one.kind] += one.sent
+        if one.collective:
             collectives[one.collective] += one.times
     hidden = 0.0  # one thread runs everything; what overlaps is taken off here once lanes do
     total = sum(seconds for by_kind in spent.values() for seconds in by_kind.values()) - hidden
@@ -229,7 +230,7 @@ def item_costs(plan: Plan, walk: Walk, prices: Prices) -> list[_Cost]:
     first = [_cost(plan, walk, position, prices) for position in range(len(walk.made.items))]
     if count == 1:
         return first
-    end = Walk(plan, walk.made, walk.shapes.at(count - 1))
+    end = Walk(plan, walk.made, walk.shapes.at(count - 1), walk.lanes)
     found = []
     for position, (item, one) in enumerate(zip(walk.made.items, first, strict=True)):
         if item.walked:
@@ -259,8 +260,12 @@ def _cost(plan: Plan, walk: Walk, position: int, prices: Prices) -> _Cost:
         is_copied = bool(walk.begins[position])
         return _Cost(phase, LOCAL_MOVE, prices.op(_COPY, outputs, outputs, ()) if is_copied else 0.0)
     kind, axis, num_bytes = item.move.kind, item.move.axis, _sent_bytes(item, walk.shapes)
-    seconds = prices.machine.on(plan.placement.num_axes).links[axis].seconds(kind, num_bytes)
     sent = num_bytes if item.gives or kind != "send" else 0
+    if position != walk.first_of[position]:  # it goes with the first of its bundle, which takes the time
+        return _Cost(phase, plan.placement.axes[axis], 0.0, sent)
+    together = walk.made.items[position : walk.last_of[position] + 1]
+    total = sum(_sent_bytes(one, walk.shapes) for one in together if isinstance(one, Box))
+    seconds = prices.machine.on(plan.placement.num_axes).links[axis].seconds(kind, total)
     return _Cost(phase, plan.placement.axes[axis], seconds, sent, kind)
 
 

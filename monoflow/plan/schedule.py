@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ..boxing.route import LOCAL_KINDS, Move, Route
+from ..boxing.route import LOCAL_KINDS, LinkCost, Move, Route
 from ..graph.step_graph import Output, Phase, Role, is_getitem, source_of
 from ..sbp.layout import B, Broadcast, NdSbp, Partial, Split
 from .facts import Facts, facts_of
-from .in_time import in_time
+from .in_time import in_time, prepared
 from .order import ordered
+from .overlap import overlapped
 from .paths import Paths
 from .plan import Plan
 
@@ -57,6 +58,7 @@ class Box:
         takes: whether it holds the target then.
         walked: whether it is done for every micro-batch, not once a step.
         folds: whether it puts micro-batches together: its target is there after the last one.
+        bundle: the number of those that go as one collective, one after another in the schedule; -1 if alone.
     """
 
     move: Move
@@ -68,6 +70,7 @@ class Box:
     takes: bool = True
     walked: bool = False
     folds: bool = False
+    bundle: int = -1
 
     @property
     def inputs(self) -> tuple[LaidOut, ...]:
@@ -126,6 +129,10 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
     items = maker.items
     if plan.has_time:
         items = in_time(plan, maker.facts, items, [value for _, value in outputs])
+    if plan.overlaps:
+        items = overlapped(
+            items, plan.links or (LinkCost(),) * plan.placement.num_axes, prepared(plan, maker.facts)
+        )
     return Schedule(_numbered(items), inputs, outputs)
 
 

@@ -160,6 +160,15 @@ def move_workspace(
     return 0
 
 
+def bundle_workspace(move: Move, source: TensorMeta, target: TensorMeta) -> int:
+    """Bytes of a move's part in the buffers of its bundle: what is sent, and what is received."""
+    if move.mesh[move.axis] == 1 or math.prod(move.shape) == 0:
+        return 0
+    if move.kind == "reduce_scatter":
+        return source.num_bytes + max(source.num_bytes, target.num_bytes)  # its parts are stacked first
+    return source.num_bytes + target.num_bytes
+
+
 def received_workspace(move: Move, outputs: Metas) -> int:
     """Bytes that a rank allocates beside the result of a move of which it only receives.
 

@@ -8,6 +8,7 @@ from types import TracebackType
 
 import torch
 
+from ..boxing.bundle import apply_bundle
 from ..boxing.collectives import AxisMove, Transport, apply_move
 from .accumulate import accumulated
 from .network import Actor, Member, Network
@@ -162,12 +163,20 @@ class Firing:
         return AxisMove.of(member.task.move, (*self.placement.coordinate(member.rank), time))
 
     def _move(self, actor: Actor, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
-        assert actor.task.move is not None
+        move = actor.task.move
+        assert move is not None
+        if actor.task.bundled:
+            given = {
+                m.rank: [own.pop(0) for _ in m.task.inputs]
+                for m, own in zip(actor.members, inputs, strict=True)
+            }
+            made = apply_bundle([move, *actor.task.bundled], given, self.placement, self.transport, time)
+            return [made.pop(member.rank) for member in actor.members]
         held = {
             member.rank: given.pop() if given else self._nothing(member)
             for member, given in zip(actor.members, inputs, strict=True)
         }
-        results = apply_move(actor.task.move, held, self.placement, self.transport, time)
+        results = apply_move(move, held, self.placement, self.transport, time)
         del held
         return [[results.pop(member.rank)] if member.outputs else [] for member in actor.members]
 

@@ -8,8 +8,8 @@ stands for
     a slot          back from a reader to the actor that fills; a token is the right to fill one more
     a task before   from a task to one that must come after it (`Task.after`)
     a turn          among the moves of a channel, which go in one order on all ranks
-    the pace        from a computation to the moves after the next one in the program: without it, all
-                    parameters would be gathered as soon as a step starts, and fill the memory
+    the pace        between compute and collectives, see `pace`: without it, all parameters would be gathered
+                    as soon as a step starts, and fill the memory
 
 What can fire does not depend on when anything else fires, so that a network which finishes in one order of
 firing finishes in every one, with the same numbers. The engine moves tensors over it; `liveness` goes through
@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from ..mesh import Placement
 from .channels import COMPUTE, HOST, Channel, channel_of, turns
+from .pace import paced
 from .program import HOST_KINDS, Program, Rate, Task
 
 
@@ -236,16 +237,14 @@ class Network:
                 before.gives_last.append((edge, waiter.fires))
 
     def _set_pace(self, rank: int, program: Program) -> None:
-        """A move comes when all computations before it but the last are done, and so may be one ahead."""
-        computed: dict[Rate, list[Actor]] = {Rate.STEP: [], Rate.MICRO: []}
-        for task in program.tasks:
-            actor = self.actors[self._actor_of[rank, task.index]]
-            before = computed[task.rate]
-            if task.move is None:
-                before.append(actor)
-            elif actor.turn >= 0 and len(before) > 1:
-                edge = self._edge(Waits.PACE, before[-2].number, actor)
-                before[-2].gives.append((edge, 1))
+        for before, task in paced(program):
+            source = self.actors[self._actor_of[rank, before]]
+            waiter = self.actors[self._actor_of[rank, task]]
+            edge = self._edge(Waits.PACE, source.number, waiter)
+            if source.fires == waiter.fires:
+                source.gives.append((edge, 1))
+            else:
+                source.gives_last.append((edge, waiter.fires))
 
     def _connect_register(
         self, program: Program, base: int, register: int, writer: Actor | None, reader: Actor

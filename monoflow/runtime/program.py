@@ -80,6 +80,7 @@ class Task:
         move: a collective along one axis, from one input register to one output register. A rank that only
             sends has no output, one that only receives no input.
         after: tasks of this program that must be done first although no register links them.
+        bundled: the moves that go with `move` as one collective, one for each further input and output.
         order: the place of a move among all moves of the plan: the same number on every rank that takes part.
         role: what a computation is for, where it is not what its phase says.
         others: the form of `compute` for micro-batches whose tensors have other shapes than the first one's.
@@ -97,6 +98,7 @@ class Task:
     rate: Rate = Rate.STEP
     others: Mapping[int, fx.GraphModule] = field(default_factory=dict)
     role: Kind | None = None
+    bundled: tuple[Move, ...] = ()
 
     @property
     def kind(self) -> Kind:
@@ -174,6 +176,7 @@ class Program:
             reads = ", ".join(f"r{i}" for i in task.inputs)
             writes = ", ".join(f"r{i}:{list(self.registers[i].shape)}" for i in task.outputs)
             what = str(task.move) if task.move is not None else f"{_num_ops(task)} ops"
+            what += f" and {len(task.bundled)} others" * bool(task.bundled)
             lines.append(f"  t{task.index} {task.phase} {task.name}: ({reads}) -> ({writes})  # {what}")
         for port in self.outputs:
             lines.append(

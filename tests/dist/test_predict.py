@@ -10,7 +10,10 @@ from torch.nn import functional as F
 
 import monoflow as flow
 from monoflow.plan.cost import REFERENCE
+from monoflow.plan.facts import facts_of
+from monoflow.plan.memory import LocalShapes, timeline
 from monoflow.plan.predict import predict
+from monoflow.plan.schedule import schedule
 from monoflow.runtime.allocations import allocations
 from tests.conftest import RunRanks
 
@@ -50,8 +53,11 @@ def run(plan: str, grid: list, rows: int) -> tuple[int, int]:
     compiled, rank = step._require(), dist.get_rank()
     inputs = step._bound(compiled).read((ids,), {})
     before = sum(one.nbytes for one in inputs[rank])
-    predicted = predict(compiled.plan, REFERENCE, coordinate=placement.coordinate(rank))
-    assert predicted.memory.before == before
+    shapes = LocalShapes(compiled.plan, facts_of(compiled.plan.graph), placement.coordinate(rank))
+    predicted = timeline(compiled.plan, schedule(compiled.plan), shapes)  # of one thread, as is measured
+    assert predicted.before == before
+    on_lanes = predict(compiled.plan, REFERENCE, coordinate=placement.coordinate(rank))
+    assert predicted.peak_bytes <= on_lanes.peak_bytes
     engine, peaks = compiled.engine.in_caller(), []
     for _ in range(5):  # now and then a free by one of Gloo's threads goes unseen
         inputs = step._bound(compiled).read((ids,), {})

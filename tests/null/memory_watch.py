@@ -16,7 +16,7 @@ from monoflow.runtime.actors import Engine
 
 
 class Watch:
-    """What rank 0 holds after every op and move.
+    """What rank 0 holds after every op and move, or bundle of moves.
 
     Attributes:
         after: bytes, each memory counted once, before the first of them and after every one.
@@ -92,11 +92,21 @@ def watched_step(
         watch.contiguous.append(results[0].is_contiguous())
         return results
 
+    bundled = firing.apply_bundle
+
+    def watched_bundle(moves: Any, tensors: Any, *others: Any) -> dict[int, list[Tensor]]:
+        watch.note()
+        results = bundled(moves, tensors, *others)
+        watch.see(results[0])
+        watch.contiguous += [one.is_contiguous() for one in results[0]]
+        return results
+
     for actor in engine.network.actors:
         if actor.task.compute is not None and actor.members[0].rank == 0:
             object.__setattr__(actor.task, "compute", _Body(actor.task.compute.graph, watch))
     with monkeypatch.context() as patch:
         patch.setattr(firing, "apply_move", watched)
+        patch.setattr(firing, "apply_bundle", watched_bundle)
         results = engine.run(inputs)
     watch.note()
     del results

@@ -102,14 +102,22 @@ def test_slots_bound_how_far_a_stage_runs_ahead() -> None:
     assert ahead == {0: 3, 1: 2, 2: 1}
 
 
-def test_lanes_gather_one_computation_ahead() -> None:
-    """Four gathers that could all go at once: each waits until the computation two before its own is done."""
+def test_lanes_gather_as_far_ahead_as_the_program_says() -> None:
+    """Four gathers that could all go at once: each waits for the computation before it in program order."""
     made = Hand(0, TWO)
-    x, weights = made.given((2,)), [made.given((1,)) for _ in range(4)]
-    for weight in weights:
-        whole, after = made.register((2,)), made.register((2,))
-        made.move(f"gather {weight}", Move(0, (S(0),), (B,), (2,), (2,)), [weight], [whole], len(made.tasks))
-        made.compute(f"layer {weight}", torch.mul, [x, whole], after)
+    x, weights, wholes = made.given((2,)), [made.given((1,)) for _ in range(4)], []
+
+    def gather(number: int) -> None:
+        wholes.append(made.register((2,)))
+        move = Move(0, (S(0),), (B,), (2,), (2,))
+        made.move(f"gather {number + 1}", move, [weights[number]], [wholes[number]], len(made.tasks))
+
+    gather(0)
+    for layer in range(4):
+        if layer < 3:
+            gather(layer + 1)
+        after = made.register((2,))
+        made.compute(f"layer {layer + 1}", torch.mul, [x, wholes[layer]], after)
         x = after
     made.give(x)
     network = Network({0: made.program()}, TWO, one_order=False)
@@ -123,6 +131,30 @@ def test_lanes_gather_one_computation_ahead() -> None:
         order.append(actor.task.name)
     assert order == [
         "gather 1", "gather 2", "layer 1", "gather 3", "layer 2", "gather 4", "layer 3", "layer 4",
+    ]  # fmt: skip
+
+
+def test_compute_runs_one_task_ahead_of_moves_that_nobody_reads() -> None:
+    """What a reduction reads is held for one more computation, not for all that follow."""
+    made = Hand(0, TWO)
+    x = made.given((2,))
+    for layer in range(4):
+        after, total = made.register((2,)), made.register((2,))
+        made.compute(f"layer {layer}", torch.mul, [x, x], after)
+        made.move(f"sum {layer}", Move(0, (P,), (B,), (2,), (2,)), [after], [total], len(made.tasks))
+        made.give(total)
+        x = after
+    network = verify_live(Network({0: made.program()}, TWO, one_order=False))
+    marking, order = Marking(network), []
+    ready = marking.ready()
+    while ready:
+        actor = min(ready, key=lambda one: (one.task.move is not None, one.task.index))  # moves last
+        ready.remove(actor)
+        marking.begin(actor)
+        ready += marking.end(actor)
+        order.append(actor.task.name)
+    assert order == [
+        "layer 0", "layer 1", "sum 0", "layer 2", "sum 1", "layer 3", "sum 2", "sum 3",
     ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import monoflow as flow
+from monoflow.plan import overlap
 from monoflow.plan.donate import donations, overwritten
 from monoflow.plan.memory import CATEGORIES, timeline
 from monoflow.plan.order import IN_PLACE
@@ -110,8 +111,14 @@ def test_a_copy_that_is_made_after_the_update_is_of_the_new_value() -> None:
     assert copied.data_ptr() != current.data_ptr()
 
 
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every move goes by itself: even the smallest bundle is full."""
+    monkeypatch.setattr(overlap, "_START", 1.0)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_gradient_is_reduced_right_after_it_is_made(num_ranks: int) -> None:
+def test_a_gradient_is_reduced_right_after_it_is_made(num_ranks: int, alone: None) -> None:
     made = schedule(compiled("zero", num_ranks, clip=True).plan)
     partial = {
         value: i
@@ -130,7 +137,7 @@ def test_a_gradient_is_reduced_right_after_it_is_made(num_ranks: int) -> None:
         assert position - partial[box.source] == 1, box.source.name
 
 
-def test_gradients_of_split_state_are_never_whole_together() -> None:
+def test_gradients_of_split_state_are_never_whole_together(alone: None) -> None:
     """With a common norm every gradient waits for its update: in its stored parts."""
     step = compiled("zero", 2, clip=True, width=256)
     column = CATEGORIES.index("gradients")
