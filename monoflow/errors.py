@@ -28,4 +28,4 @@ class RunError(FlowError):
 
 
 class CheckpointError(FlowError):
-    """A checkpoint cannot be written or read, or does not fit the model; the message names file and tensor."""
+    """A checkpoint cannot be written or read, or does not fit the model; it names file and tensor."""

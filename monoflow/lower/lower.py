@@ -84,7 +84,7 @@ def _segments(made: Schedule) -> list[_Segment]:
     for item in made.items:
         is_collective = isinstance(item, Box) and not item.is_local
         before = segments[-1] if segments else None
-        together = is_collective and before is not None and before.takes_with(item)
+        together = isinstance(item, Box) and before is not None and before.takes_with(item)
         if not together and (
             is_collective or before is None or before.collective or before.items[0].walked != item.walked
         ):

@@ -105,7 +105,7 @@ class Shuffled(actors.Ready):
 
     chance = random.Random(0)
 
-    def pop(self) -> tuple[int, int]:
+    def pop(self) -> tuple[int, int, int]:
         return self._heap.pop(self.chance.randrange(len(self)))
 
 
