@@ -27,7 +27,7 @@ from ..sbp.ops.batch_norm import (
     local_batch_norm_backward_kernels,
     local_batch_norm_kernels,
 )
-from .inductor import decompositions
+from .inductor import decompositions, without_repeats
 
 aten = torch.ops.aten
 check_index = torch.ops.monoflow.check_index.default  # of sbp/rules/embedding.py
@@ -72,6 +72,7 @@ def aten_form(piece: fx.GraphModule, inputs: Sequence[Tensor]) -> AtenForm:
         if any(_writes(node) for node in module.graph.nodes):
             pure = torch.func.functionalize(_Interpreter(module).run, remove="mutations")
             module = make_fx(pure, decomposition_table=_table())(*inputs)
+    module.graph = without_repeats(module.graph)
     return AtenForm(module, _guard(module))
 
 

@@ -2,7 +2,7 @@
 
 Private parts of torch used here: `torch._inductor.compile_fx.compile_fx_inner` and its joint-graph passes,
 `torch._inductor.decomposition.select_decomp_table`, `torch._inductor.cpp_builder.get_cpp_compiler`,
-`torch._inductor.runtime.cache_dir_utils.cache_dir`.
+`torch._inductor.runtime.cache_dir_utils.cache_dir`, `torch._functorch.compile_utils.fx_graph_cse`.
 tests/null/test_compiled.py fails when they move. Compiled functions are kept in torch's own cache folder
 (TORCHINDUCTOR_CACHE_DIR), where other ranks of the host and later runs find them.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 from torch import fx
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import compile_fx, config, cpp_builder, exc
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -42,6 +43,11 @@ def missing_compiler(device: torch.device) -> str:
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The ops that the compiler wants in terms of others."""
     return select_decomp_table()
+
+
+def without_repeats(graph: fx.Graph) -> fx.Graph:
+    """A copy of a functional graph of ATen ops in which no op is done twice on the same arguments."""
+    return fx_graph_cse(graph)
 
 
 def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:

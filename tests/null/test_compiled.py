@@ -282,3 +282,12 @@ def test_a_compiler_is_there_or_its_lack_is_told(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(inductor.cpp_builder, "get_cpp_compiler", none)
     assert "C++ compiler" in inductor.missing_compiler(torch.device("cpu"))
+
+
+def test_an_op_is_done_once_on_the_same_arguments():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    twice = [graph.call_function(aten.exp.default, (x,)) for _ in range(2)]
+    graph.output([graph.call_function(aten.mul.Tensor, (twice[0], twice[1]))])
+    found = inductor.without_repeats(graph)
+    assert len(found.find_nodes(op="call_function", target=aten.exp.default)) == 1
