@@ -6,7 +6,18 @@ from .mesh import Placement, placement
 from .runtime.launch import stop_on_interrupt
 from .runtime.world import simulate
 from .sbp import vocabulary as sbp
-from .step import Report, Restored, Step, checkpointer, full_state_dict, graph, load, materialize, save
+from .step import (
+    Report,
+    Restored,
+    Step,
+    checkpointer,
+    full_state_dict,
+    graph,
+    load,
+    materialize,
+    save,
+    synchronize,
+)
 from .tensor import from_local, to_global, to_local
 from .tensor.lazy import lazy
 
@@ -37,6 +48,7 @@ __all__ = [
     "simulate",
     "stop_on_interrupt",
     "stream",
+    "synchronize",
     "to_global",
     "to_local",
 ]

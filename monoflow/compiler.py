@@ -28,11 +28,13 @@ from .lower.building import check_mode, describer, use_compiled
 from .lower.compiled import Library
 from .lower.lower import Lowered, lower
 from .mesh import Placement
+from .plan.balance import balanced
 from .plan.devices import default_limit, machine_for
 from .plan.plan import Plan, fingerprint
 from .plan.planner import AUTO, best_of, plan_step
 from .plan.predict import predict
 from .runtime.actors import Engine
+from .runtime.launch import before_leaving
 from .runtime.observe import About, observing
 from .runtime.transport import CommStats, DistTransport, SimTransport
 from .runtime.world import World, current_world, share_key
@@ -52,6 +54,7 @@ __all__ = [
     "StepGraph",
     "Subject",
     "World",
+    "before_leaving",
     "check_mode",
     "compile_step",
     "current_world",
@@ -157,6 +160,7 @@ def plan(
     memory: int | None = None,
     stages: Mapping[str, int] | None = None,
     micro_batches: int | None = None,
+    balance: str = "static",
 ) -> Plan:
     """Plans the captured step; warns of every op that has no rule, with what its replication costs.
 
@@ -166,6 +170,7 @@ def plan(
         memory: bytes that a rank may hold; 0 for no limit, None for what an accelerator has.
         stages: per pattern of module names, the stage of a pipeline that they lie at.
         micro_batches: in how many the batch is walked; None to let the planner choose.
+        balance: whether every rank walks its own, "static", or pulls them as it is free, "dynamic".
     """
     log = stage_logger("plan")
     start = time.perf_counter()
@@ -174,18 +179,17 @@ def plan(
         machine = machine_for(placement) if placement.size > 1 and name == AUTO else None
         limit = memory if memory is not None else default_limit(placement)
         try:
-            candidates.append(
-                plan_step(
-                    captured.graph,
-                    placement,
-                    name,
-                    pins,
-                    machine,
-                    limit=limit,
-                    stages=stages,
-                    micro_batches=micro_batches,
-                )
+            one = plan_step(
+                captured.graph,
+                placement,
+                name,
+                pins,
+                machine,
+                limit=limit,
+                stages=stages,
+                micro_batches=micro_batches,
             )
+            candidates.append(with_prediction(balanced(one)) if balance == "dynamic" else one)
         except PlanError as error:  # another grid may fit
             refused.append(error)
     if not candidates:

@@ -84,8 +84,26 @@ def _backend(device_type: str) -> str:
     return backend
 
 
+#: What is called, once, before this process leaves its job.
+_BEFORE_LEAVING: dict[Callable[[], None], None] = {}
+
+
+def before_leaving(call: Callable[[], None]) -> None:
+    """Has something called before this process leaves its job; may raise, which fails the process."""
+    _BEFORE_LEAVING[call] = None
+
+
+def _call_before_leaving() -> None:
+    for call in list(_BEFORE_LEAVING):
+        call()
+
+
 def destroy_process_group() -> None:
-    """Leave the process group, if there is one."""
+    """Leave the process group, if there is one.
+
+    Not if what runs beside the program fails: its threads may wait for ranks that never answer.
+    """
+    _call_before_leaving()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -164,7 +182,12 @@ def run_script(script: str, args: list[str]) -> int:
     """
     sys.argv = [script, *args]
     sys.path[:1] = [os.path.dirname(os.path.abspath(script)), *(path for path in sys.path[:1] if path)]
-    run = record(lambda: runpy.run_path(script, run_name="__main__"), _RankErrors())
+
+    def whole() -> None:
+        runpy.run_path(script, run_name="__main__")
+        _call_before_leaving()
+
+    run = record(whole, _RankErrors())
     try:
         run()
     except KeyboardInterrupt:
@@ -174,10 +197,11 @@ def run_script(script: str, args: list[str]) -> int:
     except BaseException as error:
         if LAUNCHER_VARIABLE not in os.environ:
             sys.stderr.write(user_traceback(error))
+        atexit.unregister(destroy_process_group)  # others may wait for this rank, and threads of it for them
         return 1
     finally:
         _flush()  # now: a collection of the script's globals may close a file's buffer before the file
-        destroy_process_group()
+    destroy_process_group()
     return 0
 
 

@@ -3,6 +3,7 @@
 from .checkpoint import checkpointer, load, save
 from .decorator import Step, graph, intercept
 from .materialize import materialize
+from .pending import synchronize
 from .report import Deviation, Report
 from .restore import Restored
 from .store import full_state_dict
@@ -19,4 +20,5 @@ __all__ = [
     "load",
     "materialize",
     "save",
+    "synchronize",
 ]

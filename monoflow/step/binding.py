@@ -5,7 +5,7 @@ What does not change between steps is worked out once, so that a step is two loo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from ..compiler import Compiled, Input, Output, Role, Slot, Subject, World, share_key
 from ..sbp.layout import NdSbp
 from ..sbp.random_mode import draw_key
+from .pending import Flight, caller, part_of, take_off
 from .store import Locals, Store, is_whole
 
 
@@ -99,11 +100,12 @@ class Binding:
         """How one input is read in every step."""
         store, captured, device = self.store, self.compiled.captured, self.device
         if one.role is Role.BATCH:
-            index = captured.batch_names.index(one.name)
+            index, beside = captured.batch_names.index(one.name), self.compiled.engine.runs_beside
 
             def batch(call: Call) -> Locals:
                 cut = store.cut(call.tensors[index].detach(), layout)
-                return {rank: value.to(device) for rank, value in cut.items()}
+                # A step that runs beside its caller has its own copy: who called may fill the batch anew.
+                return {rank: value.to(device, copy=beside) for rank, value in cut.items()}
 
             return batch
         if one.role is Role.RANDOM:
@@ -153,8 +155,72 @@ class Binding:
 
     # --- results -----------------------------------------------------------------------------------
 
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Starts a step on its lanes; returns the user's result, whose tensors wait for it when touched.
+
+        So do parameters and all else that the step reads or writes, until it is done.
+        """
+        inputs = self.read(args, kwargs)
+        # Lanes work on the memory; the objects that the user sees wait.
+        inputs = {rank: [one.detach() for one in tensors] for rank, tensors in inputs.items()}
+        ticket = self.compiled.engine.start(inputs)
+        del inputs
+        promised = {
+            target.output.name: self._promised(target)
+            for target in self._targets
+            if target.slot is None and not target.output.observed
+        }
+
+        def finish() -> None:
+            with torch.no_grad():
+                own, _ = self._taken(ticket.result())
+                for name, promise in promised.items():
+                    part_of(promise).set_(part_of(own[name]))  # pyright: ignore[reportArgumentType]
+
+        flight = Flight(finish, caller())
+        flight.hold([*promised.values(), *self._live()])
+        take_off(flight)
+        self._note_stepped()
+        return self._result(promised)
+
+    def _live(self) -> Iterator[torch.Tensor]:
+        """The user's tensors that a step reads or writes, once each."""
+        live = [slot.get() for slot in self.compiled.captured.slots.values()]
+        rates = [
+            value for one in self.subject.optimizers for group in one.param_groups for value in group.values()
+        ]
+        constants = self.compiled.plan.graph.constants.values()
+        tensors = [one for one in (*live, *rates, *constants) if isinstance(one, torch.Tensor)]
+        yield from {id(one): one for one in tensors}.values()
+
+    def _promised(self, target: _Target) -> torch.Tensor:
+        """What stands for a result until it is there; floats are NaN if it never is."""
+        rank, output = self.store.ranks[0], target.output
+        program, position = self.compiled.lowered.programs[rank], self._gives[rank].get(output.name)
+        shape = (0,) if position is None else program.registers[program.outputs[position].register].shape
+        dtype = output.meta.dtype
+        fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+        return self._as_seen(target, torch.full(shape, fill, dtype=dtype, device=self.device))
+
     def take(self, results: Mapping[int, Sequence[torch.Tensor]]) -> tuple[Any, dict[str, torch.Tensor]]:
         """Puts the next values of live tensors; returns the user's result and whole observed outputs."""
+        own, observed = self._taken(results)
+        self._note_stepped()
+        return self._result(own), observed
+
+    def _result(self, own: Mapping[str, torch.Tensor]) -> Any:
+        captured = self.compiled.captured
+        leaves = [None if name is None else own[name] for name in captured.result_names]
+        return pytree.tree_unflatten(leaves, captured.out_spec)
+
+    def _note_stepped(self) -> None:
+        for optimizer in self._stepped:
+            optimizer._opt_called = True  # torch's learning rate schedulers look for a step before theirs
+
+    def _taken(
+        self, results: Mapping[int, Sequence[torch.Tensor]]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Puts the next values of live tensors; the user's results and whole observed outputs by name."""
         captured = self.compiled.captured
         own: dict[str, torch.Tensor] = {}
         observed: dict[str, torch.Tensor] = {}
@@ -169,10 +235,7 @@ class Binding:
         self._write(written)
         for name in captured.cleared_grads:
             captured.slots[name].put(None)
-        for optimizer in self._stepped:
-            optimizer._opt_called = True  # torch's learning rate schedulers look for a step before theirs
-        leaves = [None if name is None else own[name] for name in captured.result_names]
-        return pytree.tree_unflatten(leaves, captured.out_spec), observed
+        return own, observed
 
     def _given(self, output: Output, results: Mapping[int, Sequence[torch.Tensor]]) -> Locals:
         """What the hosted ranks' programs give of an output: nothing where it lies at another stage."""
@@ -187,13 +250,16 @@ class Binding:
 
     def _handed_out(self, target: _Target, values: Locals) -> torch.Tensor:
         """A result as the user gets it: never memory that the next step will write."""
-        store, shape = self.store, target.output.meta.shape
-        if store.simulated:
-            return store.joined(values, target.layout, target.output.name).clone()
-        local = next(iter(values.values())).clone()
-        if store.placement.size == 1 or (not shape and is_whole(target.layout)):
+        if self.store.simulated:
+            return self.store.joined(values, target.layout, target.output.name).clone()
+        return self._as_seen(target, next(iter(values.values())).clone())
+
+    def _as_seen(self, target: _Target, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a result as the user sees it."""
+        shape = target.output.meta.shape
+        if self.store.placement.size == 1 or (not shape and is_whole(target.layout)):
             return local
-        return store.wrapped(local, target.layout, shape)
+        return self.store.wrapped(local, target.layout, shape)
 
     def _write(self, written: Sequence[tuple[_Target, Locals]]) -> None:
         """Puts next values, none of which changes under the others' writes."""

@@ -49,6 +49,7 @@ from ..tensor import device_mesh
 from .agree import check_alike, check_same, digest_of, make_alike
 from .binding import Binding
 from .materialize import fill, fill_attributes, meant_device
+from .pending import synchronize
 from .planning import Wish, make_plan
 from .reference import Reference, live_state
 from .report import Report, compare
@@ -91,6 +92,7 @@ def graph(
     memory: int | str | None = None,
     batch_stats: str = "global",
     micro_batches: int | Literal["auto"] = "auto",
+    balance: Literal["static", "dynamic"] = "static",
     compile: Literal["background", "ahead", "off"] = "off",
 ) -> Callable[[Callable], Step]:
     """Makes a step function a compiled step: captured once, planned over all devices, run as a program.
@@ -110,6 +112,9 @@ def graph(
         micro_batches: in how many parts the batch is walked, one after the other, with the same numbers: less
             is held at a time, and gradients add up in place. "auto" (the default) is one, or where nothing
             fits `memory` then, the fewest that do. An op that needs the whole batch at once is refused.
+        balance: "static" gives every rank its own micro-batches; under "dynamic" ranks pull them from one
+            stream as they are free, so that a slow or busy one does fewer, with the same sums. For plans
+            whose ranks do not meet within a micro-batch: `plan` is "data" unless given.
         compile: "background" runs the first steps op by op, compiles the program beside them and goes on with
             that when it is ready; "ahead" compiles before the first step; "off" (the default) never does. The
             numbers are the same within rounding.
@@ -140,10 +145,10 @@ def graph(
     subject = subject_of(things)
     limit = _checked_memory(memory, plan)
     num = _checked_micro_batches(micro_batches, plan)
-    mode = check_mode(compile)
+    mode, share = check_mode(compile), _checked_balance(balance, plan)
 
     def decorate(function: Callable) -> Step:
-        return Step(function, subject, placement, plan, limit, batch_stats, num, mode)
+        return Step(function, subject, placement, plan, limit, batch_stats, num, mode, share)
 
     return decorate
 
@@ -165,12 +170,13 @@ class Step:
         batch_stats: str = "global",
         micro_batches: int | None = None,
         mode: str = "off",
+        balance: str = "static",
     ) -> None:
         functools.update_wrapper(self, function)
         self._function, self._subject = function, subject
         self._placement, self._plan, self._batch_stats = placement, plan, batch_stats
         self._memory, self._micro_batches = memory, micro_batches
-        self._mode, self._library = mode, Library()
+        self._mode, self._library, self._balance = mode, Library(), balance
         self._pins: dict[str, tuple[Sbp, ...]] = {}
         self._stages: dict[str, int] = {}
         self._versions = Versions(self.name)
@@ -191,7 +197,7 @@ class Step:
         with self._entered():
             compiled = self._compiled_for(args, kwargs)
             self._last = compiled
-            result = self._run(compiled, args, kwargs)[0]
+            result = self._begun(compiled, args, kwargs)
             self.num_steps += 1
             return result
 
@@ -201,6 +207,7 @@ class Step:
         With several ranks, every one runs the whole batch, so all of them must call it; state that is split
         is gathered for the call and cut again afterwards.
         """
+        synchronize()
         self._fill_whole()
         self.begin_loaded_state()
         key = share_key(draw_key(), self._world(), torch.device("cpu"))
@@ -274,6 +281,7 @@ class Step:
         Returns:
             The largest deviations of results, gradients, parameters, buffers and optimizer state.
         """
+        synchronize()
         return compare(self, args, kwargs, steps)
 
     def text(self, stage: str = "plan") -> str:
@@ -419,11 +427,12 @@ class Step:
         world: World,
         observe: bool,
     ) -> Compiled:
-        # Statistics of a rank's own rows depend on how the batch is split: not for a search to choose.
-        default = AUTO if self._batch_stats == "global" else "data"
+        # Statistics of a rank's own rows depend on how the batch is split: not for a search to choose. Nor is
+        # it to find a plan whose ranks meet within a micro-batch that any of them should be able to do.
+        default = AUTO if self._batch_stats == "global" and self._balance == "static" else "data"
         wish = Wish(
             self._placement, self._plan or default, self._memory, self._pins, self._stages,
-            self._micro_batches,
+            self._micro_batches, self._balance,
         )  # fmt: skip
         before = self._last.plan if self._last is not None else None
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
@@ -462,6 +471,7 @@ class Step:
                 f"function that it was made from, {self.name}.__wrapped__(...), or one step after the other"
             )
         with self._lock:
+            synchronize()
             yield
 
     def _same_call(self, kind: Kind, devices: Placement, rank: int) -> None:
@@ -542,6 +552,13 @@ class Step:
 
     # --- running -----------------------------------------------------------------------------------
 
+    def _begun(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """One step; where it has lanes, its result may still be on its way (see `pending`)."""
+        if not compiled.engine.runs_beside:
+            return self._run(compiled, args, kwargs)[0]
+        with torch.no_grad():
+            return self._bound(compiled).begin(args, kwargs)
+
     def _run(
         self,
         compiled: Compiled,
@@ -579,6 +596,15 @@ def _checked_micro_batches(num: object, plan: str | Path | None) -> int | None:
     if isinstance(plan, Path):
         raise PlanError(f"micro_batches={num}: the plan in {plan} says in how many; leave out one of them")
     return num
+
+
+def _checked_balance(balance: object, plan: str | Path | None) -> str:
+    """`balance=`. Raises PlanError."""
+    if balance not in ("static", "dynamic"):
+        raise PlanError(f'balance={balance!r} is neither "static" nor "dynamic"')
+    if balance == "dynamic" and isinstance(plan, Path):
+        raise PlanError(f"balance={balance!r}: the plan in {plan} says whether; leave out one of them")
+    return str(balance)
 
 
 def _device(placement: Placement) -> torch.device:

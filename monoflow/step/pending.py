@@ -9,13 +9,17 @@ that changes, and only while a step runs.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+
+from ..compiler import before_leaving
 
 
 class Flight:
@@ -23,9 +27,11 @@ class Flight:
 
     Args:
         finish: waits for the step and puts what it made where it belongs; called once.
+        called_at: the user's "file:line", for an error that comes out elsewhere.
     """
 
-    def __init__(self, finish: Callable[[], None]) -> None:
+    def __init__(self, finish: Callable[[], None], called_at: str = "") -> None:
+        self._called_at = called_at
         self._finish: Callable[[], None] | None = finish
         self._tensors: list[torch.Tensor] = []
         self._lock = threading.RLock()
@@ -53,6 +59,8 @@ class Flight:
                     ):  # what finishes a step may touch its tensors
                         finish()
                 except BaseException as error:
+                    if self._called_at:
+                        error.add_note(f"in the step that was called at {self._called_at}")
                     self._error = error
                 finally:
                     self._release()
@@ -64,6 +72,44 @@ class Flight:
             tensor.__class__ = type(tensor).__mro__[2]
             del tensor._flight  # type: ignore[attr-defined]
         self._tensors.clear()
+
+
+_LOCK = threading.Lock()
+_ON_ITS_WAY: Flight | None = None
+
+
+def take_off(flight: Flight) -> None:
+    """Notes the step that runs; it is the only one, and is waited for before this process leaves the job."""
+    global _ON_ITS_WAY
+    with _LOCK:
+        _ON_ITS_WAY = flight
+    before_leaving(synchronize)
+
+
+def synchronize() -> None:
+    """Waits for the step that runs beside this program, if one does; raises what it raised.
+
+    Nothing needs to call it for right numbers: what a step reads or writes waits when it is touched.
+    """
+    global _ON_ITS_WAY
+    with _LOCK:
+        flight, _ON_ITS_WAY = _ON_ITS_WAY, None
+    if flight is not None:
+        flight.land()
+
+
+def caller() -> str:
+    """The "file:line" of the innermost frame outside this package."""
+    package = str(Path(__file__).parents[1])
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 class _Waits:

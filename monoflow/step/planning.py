@@ -31,6 +31,7 @@ class Wish:
         pins: pattern -> layout, one SBP per axis.
         stages: pattern of module names -> the stage of a pipeline that they lie at.
         micro_batches: in how many the batch is walked; None to let the planner choose.
+        balance: whether every rank walks its own, "static", or pulls them as it is free, "dynamic".
     """
 
     placement: Placement | None
@@ -39,6 +40,7 @@ class Wish:
     pins: Mapping[str, NdSbp]
     stages: Mapping[str, int]
     micro_batches: int | None
+    balance: str
 
 
 def make_plan(
@@ -69,7 +71,9 @@ def make_plan(
             grids, stored = [line], {**stored, **parts}
         pins = {**stored, **wish.pins}
         where = grids or _grids(wish, line, world)
-        return plan(captured, where, wish.plan, pins, wish.memory, wish.stages, wish.micro_batches)
+        return plan(
+            captured, where, wish.plan, pins, wish.memory, wish.stages, wish.micro_batches, wish.balance
+        )
 
     if world.simulated or line.size == 1:
         return make()
