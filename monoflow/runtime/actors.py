@@ -89,6 +89,11 @@ class Engine:
             self._crew = Crew(self.network, self.firing, board, patience, one_lane=not lanes)
             weakref.finalize(self, self._crew.stop)
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether a step that was started runs on lanes while its caller goes on."""
+        return self._crew is not None
+
     def start(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Ticket | Done:
         """Begins a step; returns once its inputs are taken, and the step before it is done.
 
