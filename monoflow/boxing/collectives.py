@@ -223,7 +223,7 @@ def run_local(move: AxisMove, index: int, tensor: Tensor) -> Tensor:
     if move.kind == "keep":
         return tensor if move.op != "sum" or index == 0 else torch.zeros_like(tensor)
     assert isinstance(source, Split), move
-    whole = tensor.new_full(move.shape, _identity(move.op, tensor.dtype))
+    whole = tensor.new_full(move.shape, identity(move.op, tensor.dtype))
     return whole.index_copy_(source.dim, move.indices(source, index).to(tensor.device), tensor)
 
 
@@ -350,7 +350,7 @@ def _trimmed(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     return tensor[tuple(slice(extent) for extent in shape)]
 
 
-def _identity(op: str, dtype: torch.dtype) -> float | int | bool:
+def identity(op: str, dtype: torch.dtype) -> float | int | bool:
     """The value that changes nothing under a reduction."""
     if op == "sum":
         return 0

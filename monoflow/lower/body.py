@@ -14,6 +14,7 @@ from ..plan.donate import IN_PLACE, Donations
 from ..plan.plan import Plan
 from ..plan.schedule import Box, LaidOut, Op
 from ..runtime.program import TIME, task_module
+from ..runtime.pulled import coordinate_of
 from ..sbp.registry import OpRule
 from .local import local_op, pick, update_in_place
 from .micro import by_time, is_same
@@ -27,10 +28,15 @@ class Where:
     rank: int
     device: torch.device
 
-    def coordinate(self, time: int = 0) -> tuple[int, ...]:
-        """The rank's place in the mesh, in one micro-batch."""
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The rank's place in the mesh, in the first micro-batch."""
         place = self.plan.placement.coordinate(self.rank)
-        return (*place, time) if self.plan.has_time else place
+        return (*place, 0) if self.plan.has_time else place
+
+    def walking(self, time: int) -> tuple[int, ...]:
+        """The place in the mesh of what is walked: of the rank's micro-batch, or of a unit that it pulled."""
+        return coordinate_of(time, self.plan.mesh) if self.plan.is_pulled else (*self.own[:-1], time)
 
 
 def body(
@@ -47,7 +53,7 @@ def body(
     Args:
         items: what it does, in order.
         reads: what it reads, by the names of its placeholders, in order.
-        times: the micro-batches that it is for, whose tensors have the same shapes.
+        times: the micro-batches, or units, that it is for, whose tensors have the same shapes.
         given: which updates run in place.
     """
     return _Body(reads, where, times, given, rules).build(items, writes)
@@ -63,14 +69,13 @@ class _Body:
         rules: Mapping[Callable, OpRule],
     ) -> None:
         self.where, self.times, self.given, self.rules = where, times, given, rules
-        self.coordinate = where.coordinate(times[0])
         self.graph = fx.Graph()
         self.env = {value: self.graph.placeholder(name) for value, name in reads.items()}
         self.time: fx.Node | None = None
 
     def build(self, items: Sequence[Op | Box], writes: Sequence[LaidOut]) -> fx.GraphModule:
         """Adds the items and what they write."""
-        if any(item.walked for item in items):
+        if items[0].walked:
             self.time = self.graph.placeholder(TIME)
         for item in items:
             if isinstance(item, Op):
@@ -100,7 +105,7 @@ class _Body:
 
     def _form(self, item: Op, arguments: list[fx.Node], time: int):
         mesh, device = self.where.plan.mesh, self.where.device
-        coordinate = self.where.coordinate(time if item.walked else 0)
+        coordinate = self.where.walking(time) if item.walked else self.where.own
         form, _ = local_op(item, arguments, self.rules, mesh, coordinate, device)
         return form
 
@@ -114,11 +119,14 @@ class _Body:
         if move.mesh[move.axis] == 1 or move.kind == "drop":
             self.env[item.target] = source
             return
-        axis_move = AxisMove.of(move, self.coordinate)
+        place = self.where.walking(self.times[0]) if item.walked else self.where.own
+        axis_move = AxisMove.of(move, place)
+        along_time = move.axis == self.where.plan.placement.num_axes
+        axis, mesh, of_unit = move.axis, move.mesh, item.walked and self.where.plan.is_pulled
 
-        def cut(tensor: torch.Tensor, index: int) -> torch.Tensor:
+        def cut(tensor: torch.Tensor, number: int) -> torch.Tensor:
+            index = coordinate_of(number, mesh)[axis] if of_unit else number
             return run_local(axis_move, index, tensor)
 
-        along_time = move.axis == self.where.plan.placement.num_axes
-        index = self.time if along_time else self.coordinate[move.axis]
-        self.env[item.target] = self.graph.call_function(cut, (source, index))
+        number = self.time if of_unit or along_time else place[axis]
+        self.env[item.target] = self.graph.call_function(cut, (source, number))

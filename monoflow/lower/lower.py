@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..graph.step_graph import metas_of
+from ..graph.step_graph import Phase, metas_of
 from ..plan.donate import Donations, donations, overwritten
 from ..plan.parts import Parts
 from ..plan.plan import Plan
@@ -18,7 +18,7 @@ from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .body import Where, body
-from .micro import alike
+from .micro import alike, num_work_units
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def lower(
         key = parts.key(coordinate)
         if key not in cuts:
             own = parts.of(coordinate)
-            segments = _segments(own)
+            segments = _segments(own, plan.is_pulled)
             given = donations(plan, own, [segment.items for segment in segments])
             cuts[key] = own, segments, given, kept(plan, own, coordinate)
         programs[rank] = _RankLowering(plan, *cuts[key], rules, rank, device).program()
@@ -61,7 +61,10 @@ def lower(
 
 @dataclass
 class _Segment:
-    """What runs between two moves that are not local, or one such move or bundle of them; walked or not."""
+    """What runs between two moves that are not local, or one such move or bundle of them; walked or not.
+
+    Without items, it pulls the next unit of work for those after it.
+    """
 
     items: list[Op | Box] = field(default_factory=list)
     reads: list[LaidOut] = field(default_factory=list)
@@ -69,8 +72,12 @@ class _Segment:
 
     @property
     def collective(self) -> Box | None:
-        first = self.items[0]
+        first = self.items[0] if self.items else None
         return first if isinstance(first, Box) and not first.is_local else None
+
+    @property
+    def is_walked(self) -> bool:
+        return not self.items or self.items[0].walked
 
     def takes_with(self, box: Box) -> bool:
         """Whether a move goes with those that are here, as one collective."""
@@ -78,8 +85,12 @@ class _Segment:
         return isinstance(last, Box) and last.bundle >= 0 and last.bundle == box.bundle
 
 
-def _segments(made: Schedule) -> list[_Segment]:
-    """Cuts the schedule at its moves and where the walk begins and ends; works out what crosses every cut."""
+def _segments(made: Schedule, is_pulled: bool) -> list[_Segment]:
+    """Cuts the schedule at its moves and where the walk begins and ends; works out what crosses every cut.
+
+    Args:
+        is_pulled: whether there is to be a segment that pulls before what is walked.
+    """
     segments: list[_Segment] = []
     for item in made.items:
         is_collective = isinstance(item, Box) and not item.is_local
@@ -101,6 +112,9 @@ def _segments(made: Schedule) -> list[_Segment]:
         segment.writes = [
             value for item in segment.items for value in item.outputs if last_use.get(value, -1) > position
         ]
+    if is_pulled:
+        first = next(at for at, segment in enumerate(segments) if segment.is_walked)
+        segments.insert(first, _Segment())
     return segments
 
 
@@ -122,6 +136,7 @@ class _RankLowering:
         self.given, self.slots, self.rank = given, slots, rank
         self.where = Where(plan, rank, device)
         self.classes = alike(plan, made)
+        self.unit: tuple[int, ...] = ()  # the register of the number of what was pulled
         self.registers: list[Register] = []
         self.register_of: dict[LaidOut, int] = {}
 
@@ -145,27 +160,41 @@ class _RankLowering:
                     Port(one.name, self.register_of[value], one.replaces) for one, value in self.made.outputs
                 ),
                 self.plan.micro_batches,
+                num_work_units(self.plan),
             )
         )
 
     def _register(self, value: LaidOut, rate: Rate = Rate.STEP) -> int:
         meta = metas_of(value.node)[value.index]
         assert meta is not None, f"{value.name} is absent"
-        shape = local_shape(meta.shape, value.layout, self.plan.mesh, self.where.coordinate())
+        place = self.where.walking(0) if rate is Rate.MICRO else self.where.own
+        shape = local_shape(meta.shape, value.layout, self.plan.mesh, place)
         slots = self.slots.get(value, 1) if rate is Rate.MICRO else 1
         self.registers.append(Register(len(self.registers), value.name, shape, meta.dtype, slots, rate))
         self.register_of[value] = len(self.registers) - 1
         return len(self.registers) - 1
 
+    def _pull(self, position: int) -> Task:
+        """Asks for a unit of work once all that comes before the walk is done: late, so that others may."""
+        self.registers.append(Register(len(self.registers), "unit", (), torch.int64, rate=Rate.MICRO))
+        self.unit = (len(self.registers) - 1,)
+        return Task(
+            position, "pull", str(Phase.FORWARD), (), self.unit,
+            after=tuple(range(position)), rate=Rate.MICRO, pulls=True,
+        )  # fmt: skip
+
     def _task(self, position: int, segment: _Segment) -> Task:
-        rate = Rate.MICRO if segment.items[0].walked else Rate.STEP
+        if not segment.items:
+            return self._pull(position)
+        rate = Rate.MICRO if segment.is_walked else Rate.STEP
+        unit = self.unit if rate is Rate.MICRO else ()
         box = segment.collective
         if box is not None:
             filled = Rate.STEP if box.folds else rate
             boxes = [one for one in segment.items if isinstance(one, Box)]
             return Task(
                 position, f"{box.move.kind}:{box.source.name}", str(box.phase),
-                tuple(self.register_of[value] for one in boxes for value in one.inputs),
+                (*(self.register_of[value] for one in boxes for value in one.inputs), *unit),
                 tuple(self._register(value, filled) for one in boxes for value in one.outputs),
                 move=box.move, order=box.order, rate=rate, bundled=tuple(one.move for one in boxes[1:]),
             )  # fmt: skip
@@ -175,7 +204,7 @@ class _RankLowering:
             )
             for times in (self.classes if rate is Rate.MICRO else self.classes[:1])
         ]
-        reads = tuple(self.register_of[value] for value in segment.reads)
+        reads = (*(self.register_of[value] for value in segment.reads), *unit)
         writes = tuple(self._register(value, rate) for value in segment.writes)
         after = {
             reader

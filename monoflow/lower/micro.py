@@ -12,14 +12,20 @@ from torch.utils import _pytree as pytree
 from ..graph.step_graph import metas_of
 from ..plan.plan import Plan
 from ..plan.schedule import Schedule
+from ..runtime.pulled import coordinate_of
 from ..sbp.layout import Split, chunk_range, first_holder, local_shape, num_units
 from ..sbp.signature import LocalOp
 
 
 def alike(plan: Plan, made: Schedule) -> list[list[int]]:
-    """The micro-batches by the shapes of their tensors, the first one's first; without time there is one."""
+    """The micro-batches by the shapes of their tensors, the first one's first; without time there is one.
+
+    Where they are pulled, the units of work.
+    """
     if not plan.has_time:
         return [[0]]
+    if plan.is_pulled:
+        return _alike_units(plan, made)
     units: set[int] = set()
     for item in made.items:
         for value in (*item.inputs, *item.outputs):
@@ -33,6 +39,29 @@ def alike(plan: Plan, made: Schedule) -> list[list[int]]:
         shares = (chunk_range(total, plan.micro_batches, time) for total in sorted(units))
         classes.setdefault(tuple(stop - start for start, stop in shares), []).append(time)
     return list(classes.values())
+
+
+def _alike_units(plan: Plan, made: Schedule) -> list[list[int]]:
+    """The units by the shapes of their tensors, in which each has its own part along every axis."""
+    seen = {
+        (meta.shape, value.layout)
+        for item in made.items
+        if item.walked
+        for value in (*item.inputs, *item.outputs)
+        if (meta := metas_of(value.node)[value.index]) is not None
+    }
+    cut = [one for one in seen if any(isinstance(sbp, Split) for sbp in one[1])]
+    classes: dict[tuple, list[int]] = {}
+    for unit in range(num_work_units(plan)):
+        place = coordinate_of(unit, plan.mesh)
+        shapes = tuple(local_shape(shape, layout, plan.mesh, place) for shape, layout in cut)
+        classes.setdefault(shapes, []).append(unit)
+    return list(classes.values())
+
+
+def num_work_units(plan: Plan) -> int:
+    """The units that ranks pull: a micro-batch of each; 0 where every rank walks its own."""
+    return plan.placement.size * plan.micro_batches if plan.is_pulled else 0
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _LETTERS: Mapping[type, str] = {Split: "S", Partial: "P", Broadcast: "B", At: "At"}
-_FORMAT = 4
+_FORMAT = 5
 
 #: The name of the axis of micro-batches.
 TIME_AXIS = "time"
@@ -76,6 +76,7 @@ class Plan:
         predicted: what a step will cost.
         micro_batches: in how many the batch is walked. With several, "time" is the innermost axis of the
             mesh: of so many coordinates, which every rank goes through one after the other.
+        is_pulled: whether ranks pull micro-batches, their own or another's, as they are free (see `balance`).
     """
 
     graph: StepGraph
@@ -91,6 +92,7 @@ class Plan:
     search: Search | None = None
     predicted: Prediction | None = None
     micro_batches: int = 1
+    is_pulled: bool = False
 
     @property
     def has_time(self) -> bool:
@@ -117,7 +119,7 @@ class Plan:
         if not self.has_time:
             return self
         signatures = {name: axes[:-1] for name, axes in self.signatures.items()}
-        return replace(self, signatures=signatures, micro_batches=1, predicted=None)
+        return replace(self, signatures=signatures, micro_batches=1, is_pulled=False, predicted=None)
 
     @property
     def has_stages(self) -> bool:
@@ -185,6 +187,7 @@ class Plan:
     def text(self) -> str:
         """The plan for people: storage of inputs, then one line a node."""
         walked = f", {self.micro_batches} micro-batches" if self.has_time else ""
+        walked += " a rank, pulled by whichever is free" * self.is_pulled
         lines = [f"Plan {self.name} of {self.graph.name} on {self.placement}{walked}"]
         for one in self.graph.inputs:
             lines.append(f"  {one.role} {one.name} {one.meta}: {text(self.inputs[one.name])}")
@@ -210,6 +213,7 @@ class Plan:
             "graph": self.made_for,
             "name": self.name,
             "micro_batches": self.micro_batches,
+            "is_pulled": self.is_pulled,
             "placement": {
                 "device_type": self.placement.device_type,
                 "ranks": self.placement.ranks,
@@ -302,6 +306,7 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
             search["bound"], search["gap"], {k: tuple(v) for k, v in search["tried"].items()}, search["limit"]
         ),
         micro_batches=data["micro_batches"],
+        is_pulled=data["is_pulled"],
     )
 
 

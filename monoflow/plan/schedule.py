@@ -4,98 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
 
 from torch import fx
 
-from ..boxing.route import LOCAL_KINDS, LinkCost, Move, Route
-from ..graph.step_graph import Output, Phase, Role, is_getitem, source_of
+from ..boxing.route import LOCAL_KINDS, LinkCost, Route
+from ..graph.step_graph import Phase, Role, is_getitem, source_of
 from ..sbp.layout import B, Broadcast, NdSbp, Partial, Split
+from .balance import pulled
 from .facts import Facts, facts_of
 from .in_time import in_time, prepared
+from .items import Box, LaidOut, Op, Schedule
 from .order import ordered
 from .overlap import overlapped
 from .paths import Paths
 from .plan import Plan
 
-
-class LaidOut(NamedTuple):
-    """A tensor of the graph (node and output index) in one layout; `phase` tells repeated gathers apart."""
-
-    node: fx.Node
-    index: int
-    layout: NdSbp
-    phase: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.node.name}.{self.index}" if self.index else self.node.name
-
-
-@dataclass(frozen=True)
-class Op:
-    """Run a node on tensors in these layouts.
-
-    Attributes:
-        walked: whether it is done for every micro-batch, not once a step.
-    """
-
-    node: fx.Node
-    inputs: tuple[LaidOut, ...]
-    outputs: tuple[LaidOut, ...]
-    phase: Phase
-    walked: bool = False
-
-
-@dataclass(frozen=True)
-class Box:
-    """One move of a route.
-
-    Attributes:
-        order: its number among all moves of the schedule that are not local.
-        gives: whether this rank holds the source, in the part of the schedule that one rank runs.
-        takes: whether it holds the target then.
-        walked: whether it is done for every micro-batch, not once a step.
-        folds: whether it puts micro-batches together: its target is there after the last one.
-        bundle: the number of those that go as one collective, one after another in the schedule; -1 if alone.
-    """
-
-    move: Move
-    source: LaidOut
-    target: LaidOut
-    phase: Phase
-    order: int = -1
-    gives: bool = True
-    takes: bool = True
-    walked: bool = False
-    folds: bool = False
-    bundle: int = -1
-
-    @property
-    def inputs(self) -> tuple[LaidOut, ...]:
-        return (self.source,) if self.gives else ()
-
-    @property
-    def outputs(self) -> tuple[LaidOut, ...]:
-        return (self.target,) if self.takes else ()
-
-    @property
-    def is_local(self) -> bool:
-        return self.move.kind in LOCAL_KINDS or self.move.mesh[self.move.axis] == 1
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """All ops and moves in one topological order, and where inputs come in and outputs leave.
-
-    With micro-batches, what is walked stands together: what is before it is done before the first one, what
-    is after it after the last.
-    """
-
-    items: tuple[Op | Box, ...]
-    inputs: tuple[LaidOut, ...]
-    outputs: tuple[tuple[Output, LaidOut], ...]
+__all__ = ["Box", "LaidOut", "Op", "Schedule", "schedule"]
 
 
 def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> Schedule:
@@ -104,6 +29,9 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
     Args:
         observe: also compute the observed outputs (gradients as the optimizer sees them).
         facts: of the plan's graph, if they are known.
+
+    Raises:
+        PlanError: micro-batches are to be pulled, and ranks depend on each other within one.
     """
     maker = _Maker(plan, facts or facts_of(plan.graph))
     wanted = [one for one in plan.graph.outputs if observe or not one.observed]
@@ -127,8 +55,11 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
         if node in needed
     )
     items = maker.items
+    leaving = [value for _, value in outputs]
     if plan.has_time:
-        items = in_time(plan, maker.facts, items, [value for _, value in outputs])
+        items = in_time(plan, maker.facts, items, leaving)
+    if plan.is_pulled:
+        items = pulled(plan, items, maker.facts, inputs, leaving)
     if plan.overlaps:
         items = overlapped(
             items, plan.links or (LinkCost(),) * plan.placement.num_axes, prepared(plan, maker.facts)

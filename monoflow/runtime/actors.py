@@ -27,6 +27,7 @@ from .lanes import Crew, Results, Ticket
 from .liveness import verify_live
 from .network import Marking, Network
 from .program import Program
+from .pulled import Counter, StoreCounter, Units
 from .ready import Ready
 from .recorder import Recorder
 
@@ -54,6 +55,7 @@ class Engine:
         lanes: whether compute, moves and the host's work have a thread each, or one for all, where a rank has
             threads of its own; None to fire in the thread that calls, come what may.
         patience: seconds without any firing after which a step on lanes fails; 0 for no end.
+        units: hands out what ranks pull; made here when left out, which all ranks must do at the same time.
 
     Attributes:
         recorder: is told of every firing, if there is one; may change at any time.
@@ -67,6 +69,7 @@ class Engine:
         describe: Describe,
         lanes: bool | None = SETTINGS.lanes,
         patience: float = SETTINGS.watchdog,
+        units: Units | None = None,
     ) -> None:
         self.programs, self.placement = programs, placement
         on_cpu, board = placement.device_type == "cpu", transport.board
@@ -80,7 +83,9 @@ class Engine:
             engine = myself()
             return None if engine is None else engine.recorder
 
-        self.firing = Firing(self.network, transport, describe, recorder)
+        if self.network.pulled and units is None:
+            units = Counter() if board is None else StoreCounter.of_job(placement.size)
+        self.firing = Firing(self.network, transport, describe, recorder, units)
         self.num_steps = 0
         self._marking: Marking | None = None  # of the last step that this thread drove
         self._crew: Crew | None = None
@@ -127,7 +132,14 @@ class Engine:
     def in_caller(self) -> Engine:
         """An engine for the same programs that fires in the thread that calls it: a profiler sees it."""
         firing = self.firing
-        return Engine(self.programs, self.placement, firing.transport, firing.describe, lanes=None)
+        return Engine(
+            self.programs,
+            self.placement,
+            firing.transport,
+            firing.describe,
+            lanes=None,
+            units=firing.units,
+        )
 
     def _filled(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Registers:
         registers = Registers(self.network)
@@ -145,6 +157,7 @@ class Engine:
 
     def _drive(self, registers: Registers) -> None:
         """Fires actors until none is left."""
+        self.firing.start()
         marking, firing, actors = Marking(self.network), self.firing, self.network.actors
         self._marking = marking
         ready = Ready((0, actor.task.index, actor.number) for actor in marking.ready())
@@ -153,9 +166,9 @@ class Engine:
             time = marking.begin(actor)
             inputs = firing.read(registers, actor, time)
             results = firing.work(actor, self.num_steps - 1, time, inputs)
-            firing.write(registers, actor, time, results)
+            given = firing.end(registers, marking, actor, time, results)
             del results
-            for one in marking.end(actor):
+            for one in given:
                 ready.push((marking.fired[one.number], one.task.index, one.number))
         if not marking.is_done:
             lines = [text for _, text in marking.wait_for_graph()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter_ns
 from types import TracebackType
 
@@ -10,14 +11,19 @@ import torch
 
 from ..boxing.bundle import apply_bundle
 from ..boxing.collectives import AxisMove, Transport, apply_move
+from ..boxing.placed import neutral
 from .accumulate import accumulated
-from .network import Actor, Member, Network
-from .program import Kind
+from .network import Actor, Marking, Member, Network
+from .program import Kind, Rate
+from .pulled import Units, folded
 from .recorder import Recorder
 
 Tensor = torch.Tensor
 #: Describes a failing op of a task for the user: node name -> "module, file:line".
 Describe = Callable[[str], str]
+
+#: What a firing gives that pulled a unit, when there was none left.
+_NONE_LEFT: list[Sequence[Tensor]] = [()]
 
 
 class Registers:
@@ -71,6 +77,23 @@ class Registers:
                 self.left[cell] = reads[cell]
                 self.cells[cell] = tensor
 
+    def close(self, actor: Actor, fired: int, empty: Callable[[], Tensor]) -> None:
+        """An actor that fires for pulled units has done its last: lets go what it would read again.
+
+        Args:
+            empty: makes what a move along time gives that saw nothing.
+        """
+        (member,) = actor.members
+        if actor.folds and not fired:
+            self.write(member, 0, [empty()])
+        program, base = self.network.programs[member.rank], self.network.bases[member.rank]
+        for register in member.reads:
+            cell = self.network.cells[register].base
+            if program.registers[register - base].rate is Rate.STEP:
+                self.left[cell] -= actor.fires - fired
+                if not self.left[cell]:
+                    self.cells[cell] = None
+
     def _held(self, cell: int) -> Tensor:
         tensor = self.cells[cell]
         assert tensor is not None, f"slot {cell} is empty"
@@ -84,6 +107,7 @@ class Firing:
         transport: how tensors cross ranks.
         describe: names the origin of a graph node in error messages.
         recorder: who is to be told of a firing now.
+        units: hands out what ranks pull, where they do.
     """
 
     def __init__(
@@ -92,10 +116,17 @@ class Firing:
         transport: Transport,
         describe: Describe,
         recorder: Callable[[], Recorder | None] = lambda: None,
+        units: Units | None = None,
     ) -> None:
+        assert units is not None or not network.pulled, "nobody hands out the units that ranks pull"
         self.network, self.transport, self.describe = network, transport, describe
-        self.recorder = recorder
+        self.recorder, self.units = recorder, units
         self.placement = network.placement
+
+    def start(self) -> None:
+        """A step begins; the one before is over."""
+        if self.units is not None:
+            self.units.start()
 
     def read(self, registers: Registers, actor: Actor, time: int) -> list[list[Tensor]]:
         """What each member of an actor reads."""
@@ -106,11 +137,28 @@ class Firing:
         for member, made in zip(actor.members, results, strict=True):
             registers.write(member, time, made)
 
+    def end(
+        self,
+        registers: Registers,
+        marking: Marking,
+        actor: Actor,
+        time: int,
+        results: list[Sequence[Tensor]],
+    ) -> list[Actor]:
+        """A firing is over: puts what it made. Returns those that can fire now."""
+        if results is not _NONE_LEFT:
+            self.write(registers, actor, time, results)
+            return marking.end(actor)
+        for one in self.network.pulled[actor.members[0].rank]:
+            registers.close(one, marking.fired[one.number], partial(self._unmoved, one.members[0]))
+        return marking.close(actor)
+
     def work(self, actor: Actor, step: int, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
         """Runs one firing, and tells the recorder.
 
         Args:
-            step, time: the number of the step, and of the micro-batch.
+            step, time: the number of the step, and of the micro-batch; of those that were pulled, how many
+                came before it.
             inputs: what each member reads; emptied, so that the list holds the last references.
 
         Returns:
@@ -137,8 +185,12 @@ class Firing:
         return next((self.describe(node.name) for node in nodes if node.op == "call_function"), "")
 
     def _done(self, actor: Actor, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
-        if actor.task.move is None:
+        if actor.is_pulled:
+            return [self._pulled(actor, int(inputs[0].pop()), time == 0, inputs[0])]
+        if actor.task.compute is not None:
             return [self._compute(actor, time, inputs[0])]
+        if actor.task.pulls:
+            return self._pull(actor)
         try:
             if actor.folds:
                 return [
@@ -149,6 +201,31 @@ class Firing:
         except Exception as error:
             error.add_note(f"in {actor.place}{_when(actor, time)}, {actor.task.move}")
             raise
+
+    def _pull(self, actor: Actor) -> list[Sequence[Tensor]]:
+        """The number of the next unit of work for a rank that has done those before."""
+        assert self.units is not None
+        if self.placement.device_type != "cpu":
+            torch.accelerator.current_stream().synchronize()  # what is only under way is not done
+        unit = self.units.pull(actor.members[0].rank, self.network.micro_batches)
+        return _NONE_LEFT if unit is None else [[torch.tensor(unit)]]
+
+    def _pulled(self, actor: Actor, unit: int, is_first: bool, given: list[Tensor]) -> Sequence[Tensor]:
+        """One unit of work."""
+        if actor.task.compute is not None:
+            return self._compute(actor, unit, given)
+        assert actor.task.move is not None
+        try:
+            return [folded(actor.task.move, given, unit, is_first)]
+        except Exception as error:
+            error.add_note(f"in {actor.place}, unit {unit}, {actor.task.move}")
+            raise
+
+    def _unmoved(self, member: Member) -> Tensor:
+        """What a rank has that did no unit."""
+        assert member.task.move is not None
+        register = self.network.programs[member.rank].registers[member.task.outputs[0]]
+        return neutral(member.task.move, register.dtype, self._device())
 
     def _compute(self, actor: Actor, time: int, given: list[Tensor]) -> Sequence[Tensor]:
         module = actor.task.module(time)
@@ -184,10 +261,12 @@ class Firing:
         """What a rank gives that only receives: an empty tensor like what is to come."""
         program = self.network.programs[member.rank]
         dtype = program.registers[member.task.outputs[0]].dtype
+        return torch.empty(0, dtype=dtype, device=self._device())
+
+    def _device(self) -> torch.device:
         if self.placement.device_type == "cpu":
-            return torch.empty(0, dtype=dtype)
-        device = torch.device(self.placement.device_type, torch.accelerator.current_device_index())
-        return torch.empty(0, dtype=dtype, device=device)
+            return torch.device("cpu")
+        return torch.device(self.placement.device_type, torch.accelerator.current_device_index())
 
     def _origin(self, actor: Actor, time: int, trace: TracebackType | None) -> str:
         """Task, op, module and the user's line of what failed, by the line of generated code in the trace."""
@@ -207,4 +286,4 @@ class Firing:
 
 
 def _when(actor: Actor, time: int) -> str:
-    return f", micro-batch {time}" if actor.fires > 1 else ""
+    return f", {'unit' if actor.is_pulled else 'micro-batch'} {time}" if actor.fires > 1 else ""

@@ -143,6 +143,7 @@ class Crew:
             flight = _Flight(self._num_steps, Marking(self.network), registers, time.monotonic())
             self._num_steps += 1
             self._flight = flight
+            self.firing.start()
             self._enter(flight, flight.marking.ready())
             self._check_over(flight)
         return Ticket(self, flight)
@@ -200,10 +201,10 @@ class Crew:
         self._lock.acquire()
         if flight.is_over:  # it failed elsewhere
             return
-        self.firing.write(flight.registers, actor, moment, results)
+        ready = self.firing.end(flight.registers, flight.marking, actor, moment, results)
         flight.last = time.monotonic()
         del results
-        self._enter(flight, flight.marking.end(actor), lane)
+        self._enter(flight, ready, lane)
         self._check_over(flight)
 
     def _enter(self, flight: _Flight, actors: Sequence[Actor], own: _Lane | None = None) -> None:

@@ -75,7 +75,8 @@ class Actor:
     """What fires as one: a task, or a move on all the hosted ranks that take part in it.
 
     Attributes:
-        fires: how often in a step.
+        fires: how often in a step; at most, where micro-batches are pulled.
+        is_pulled: whether it fires for units that its rank pulls, whose number is its last input.
         folds: whether it is a move along time, which fills its output when it fires for the last time.
         lane: where it runs: compute, host, or the channel of a move.
         channel: whose order it keeps to: its lane's, or that of all, in one thread.
@@ -89,6 +90,7 @@ class Actor:
     folds: bool
     lane: Channel
     channel: Channel
+    is_pulled: bool = False
     takes: list[int] = field(default_factory=list)
     gives: list[tuple[int, int]] = field(default_factory=list)
     gives_last: list[tuple[int, int]] = field(default_factory=list)
@@ -112,7 +114,8 @@ class Network:
     Args:
         programs: by rank.
         one_order: all moves go in one order, as one thread runs them; otherwise those of each channel do.
-        micro_batches: how many to walk; the programs' own number when left out.
+        micro_batches: how many to walk; the programs' own number when left out, where they are pulled the
+            number of units, which one rank may get all of.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class Network:
         micro_batches: int | None = None,
     ) -> None:
         self.programs, self.placement = programs, placement
-        found = {program.micro_batches for program in programs.values()}
+        found = {program.units or program.micro_batches for program in programs.values()}
         assert len(found) == 1, f"ranks walk different numbers of micro-batches: {sorted(found)}"
         self.micro_batches = found.pop() if micro_batches is None else micro_batches
         self.one_order = one_order
@@ -149,6 +152,7 @@ class Network:
                 self.channels.setdefault(actor.channel, []).append(actor)
         self.missing = [sum(not self.tokens[edge] for edge in actor.takes) for actor in self.actors]
         self.num_firings = sum(actor.fires for actor in self.actors)
+        self.pulled = {rank: self._pulled(rank) for rank, one in programs.items() if one.units}
 
     def _add_registers(self, rank: int, program: Program) -> None:
         base = self.bases[rank] = len(self.cells)
@@ -163,7 +167,13 @@ class Network:
             self.reads += [sum(per_message) + (register.index in kept)] * modulus
 
     def _fires(self, task: Task) -> int:
-        return self.micro_batches if task.rate is Rate.MICRO else 1
+        """How often a task fires; to pull, once more to see that all is given out."""
+        return self.micro_batches + task.pulls if task.rate is Rate.MICRO else 1
+
+    def _pulled(self, rank: int) -> tuple[Actor, ...]:
+        """A rank's actors that do units of work, or pull them."""
+        actors = (self.actors[self._actor_of[rank, task.index]] for task in self.programs[rank].tasks)
+        return tuple(actor for actor in actors if actor.is_pulled or actor.task.pulls)
 
     def _add_actors(self) -> None:
         """Tasks in program order; a move joins those of the other hosted ranks with its number."""
@@ -193,7 +203,8 @@ class Network:
         rank, task = members[0].rank, members[0].task
         folds = task.move is not None and task.move.axis == self.placement.num_axes
         channel = HOST if task.kind in HOST_KINDS else channel_of(task, self.placement, rank)
-        actor = Actor(number, members, self._fires(task), folds, channel, channel)
+        is_pulled = task.rate is Rate.MICRO and self.programs[rank].units > 0 and not task.pulls
+        actor = Actor(number, members, self._fires(task), folds, channel, channel, is_pulled)
         if channel not in (COMPUTE, HOST):
             self._check_together(actor)
             if self.one_order:
@@ -331,6 +342,22 @@ class Marking:
                 self._give(edge, tokens)
         if actor.turn >= 0:
             self._pass_turn(actor.channel)
+        return self._given
+
+    def close(self, puller: Actor) -> list[Actor]:
+        """A rank has pulled all that it gets, and has no work for what it might have. Returns who can fire.
+
+        It asks when all is done that it pulled before, so that its actors have all fired equally often.
+        """
+        self.running.discard(puller.number)
+        self._given = []
+        for actor in self.network.pulled[puller.members[0].rank]:
+            left = actor.fires - self.fired[actor.number]
+            if left:
+                self.num_fired += left
+                self.fired[actor.number] = actor.fires
+                for edge, tokens in actor.gives_last:
+                    self._give(edge, tokens)
         return self._given
 
     def _give(self, edge: int, tokens: int) -> None:

@@ -68,12 +68,15 @@ class Register:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """A piece of program. Exactly one of `compute` and `move` is set.
+    """A piece of program. Exactly one of `compute`, `move` and `pulls` is set.
 
     A task of rate MICRO fires once for every micro-batch, in their order. It reads registers of rate MICRO
     micro-batch by micro-batch, and those of rate STEP again each time. A move along time, the axis after the
     placement's own, has rate MICRO and fills a register of rate STEP when it has seen every micro-batch: it
     adds them up (P(sum) -> B), or joins them (S -> B).
+
+    Where micro-batches are pulled, one task that `pulls` fills a register with the number of a unit of work.
+    All others of rate MICRO read it as their last input, so that the rank pulls the next when they are done.
 
     Attributes:
         compute: from the input registers to the output registers, as `task_module` makes it.
@@ -83,7 +86,9 @@ class Task:
         bundled: the moves that go with `move` as one collective, one for each further input and output.
         order: the place of a move among all moves of the plan: the same number on every rank that takes part.
         role: what a computation is for, where it is not what its phase says.
-        others: the form of `compute` for micro-batches whose tensors have other shapes than the first one's.
+        others: the form of `compute` for micro-batches whose tensors have other shapes than the first one's,
+            by number; by unit where they are pulled.
+        pulls: whether it asks for the next unit of work.
     """
 
     index: int
@@ -99,6 +104,7 @@ class Task:
     others: Mapping[int, fx.GraphModule] = field(default_factory=dict)
     role: Kind | None = None
     bundled: tuple[Move, ...] = ()
+    pulls: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -120,7 +126,8 @@ def task_module(graph: fx.Graph) -> fx.GraphModule:
     """A graph as a task's function: from a list of tensors, which it empties, to a list of tensors.
 
     Whoever hands over the only references so lets every tensor go after its last use inside the task. A
-    placeholder called "time" is the number of the micro-batch, the function's second argument.
+    placeholder called "time" is the number of the micro-batch, or of the unit that was pulled, the function's
+    second argument.
     """
     graph.set_codegen(_TakesList())
     return fx.GraphModule(torch.nn.Module(), graph)
@@ -148,7 +155,12 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The tasks of one rank in one order that all ranks share for their collectives."""
+    """The tasks of one rank in one order that all ranks share for their collectives.
+
+    Attributes:
+        units: of how many units of work, a micro-batch of one rank each, all ranks pull what they walk; 0
+            where every rank walks its own micro-batches.
+    """
 
     rank: int
     placement: Placement
@@ -157,6 +169,7 @@ class Program:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     micro_batches: int = 1
+    units: int = 0
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -176,6 +189,7 @@ class Program:
             reads = ", ".join(f"r{i}" for i in task.inputs)
             writes = ", ".join(f"r{i}:{list(self.registers[i].shape)}" for i in task.outputs)
             what = str(task.move) if task.move is not None else f"{_num_ops(task)} ops"
+            what = f"pulls one of {self.units} units" if task.pulls else what
             what += f" and {len(task.bundled)} others" * bool(task.bundled)
             lines.append(f"  t{task.index} {task.phase} {task.name}: ({reads}) -> ({writes})  # {what}")
         for port in self.outputs:
@@ -186,7 +200,8 @@ class Program:
 
 
 def _num_ops(task: Task) -> int:
-    assert task.compute is not None
+    if task.compute is None:
+        return 0
     return sum(node.op == "call_function" for node in task.compute.graph.nodes)
 
 
@@ -199,7 +214,9 @@ def verify(program: Program) -> Program:
         return program
     written = {port.register for port in program.inputs}
     for position, task in enumerate(program.tasks):
-        assert task.index == position and (task.compute is None) != (task.move is None), task.name
+        kinds = task.compute is not None, task.move is not None, task.pulls
+        assert task.index == position and sum(kinds) == 1, task.name
+        assert not task.pulls or program.units, f"task {task.name} pulls, and there are no units"
         missing = set(task.inputs) - written
         assert not missing, f"task {task.name} reads registers {missing} before they are written"
         twice = set(task.outputs) & written

@@ -1,0 +1,90 @@
+"""What a schedule is made of: ops and moves, and the tensors that they read and make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import fx
+
+from ..boxing.route import LOCAL_KINDS, Move
+from ..graph.step_graph import Output, Phase
+from ..sbp.layout import NdSbp
+
+
+class LaidOut(NamedTuple):
+    """A tensor of the graph (node and output index) in one layout; `phase` tells repeated gathers apart."""
+
+    node: fx.Node
+    index: int
+    layout: NdSbp
+    phase: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.node.name}.{self.index}" if self.index else self.node.name
+
+
+@dataclass(frozen=True)
+class Op:
+    """Run a node on tensors in these layouts.
+
+    Attributes:
+        walked: whether it is done for every micro-batch, not once a step.
+    """
+
+    node: fx.Node
+    inputs: tuple[LaidOut, ...]
+    outputs: tuple[LaidOut, ...]
+    phase: Phase
+    walked: bool = False
+
+
+@dataclass(frozen=True)
+class Box:
+    """One move of a route.
+
+    Attributes:
+        order: its number among all moves of the schedule that are not local.
+        gives: whether this rank holds the source, in the part of the schedule that one rank runs.
+        takes: whether it holds the target then.
+        walked: whether it is done for every micro-batch, not once a step.
+        folds: whether it puts micro-batches together: its target is there after the last one.
+        bundle: the number of those that go as one collective, one after another in the schedule; -1 if alone.
+    """
+
+    move: Move
+    source: LaidOut
+    target: LaidOut
+    phase: Phase
+    order: int = -1
+    gives: bool = True
+    takes: bool = True
+    walked: bool = False
+    folds: bool = False
+    bundle: int = -1
+
+    @property
+    def inputs(self) -> tuple[LaidOut, ...]:
+        return (self.source,) if self.gives else ()
+
+    @property
+    def outputs(self) -> tuple[LaidOut, ...]:
+        return (self.target,) if self.takes else ()
+
+    @property
+    def is_local(self) -> bool:
+        return self.move.kind in LOCAL_KINDS or self.move.mesh[self.move.axis] == 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """All ops and moves in one topological order, and where inputs come in and outputs leave.
+
+    With micro-batches, what is walked stands together: what is before it is done before the first one, what
+    is after it after the last.
+    """
+
+    items: tuple[Op | Box, ...]
+    inputs: tuple[LaidOut, ...]
+    outputs: tuple[tuple[Output, LaidOut], ...]
