@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ class Settings:
             unless 0).
         watchdog: seconds without any progress after which a step fails, naming who waits for whom
             (MONOFLOW_WATCHDOG); 0 for no end.
+        link_delay: seconds that a move's lane sleeps to start and for every byte sent, as if the link were
+            that slow: a tool for benches (MONOFLOW_LINK_DELAY, such as 2e-4:1e-8); None for none.
         rank, world_size: this process among all (RANK, WORLD_SIZE, as torchrun sets them).
         local_rank, local_world_size: this process among those of its host.
         num_hosts: of the job (GROUP_WORLD_SIZE, as torchrun sets it).
@@ -43,6 +46,7 @@ class Settings:
     trace_events: int = 0
     lanes: bool = True
     watchdog: int = 300
+    link_delay: tuple[float, float] | None = None
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -62,6 +66,7 @@ class Settings:
             trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0),
             lanes=_choice(env, "MONOFLOW_LANES", {"0": False, "1": True}, "1"),
             watchdog=_integer(env, "MONOFLOW_WATCHDOG", 300),
+            link_delay=_link(env.get("MONOFLOW_LINK_DELAY", "")),
             rank=_integer(env, "RANK", 0),
             world_size=world_size,
             local_rank=_integer(env, "LOCAL_RANK", 0),
@@ -96,6 +101,21 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         return int(value)
     except ValueError:
         raise FlowError(f"{name}={value!r} is not an integer") from None
+
+
+def _link(text: str) -> tuple[float, float] | None:
+    if not text:
+        return None
+    try:
+        alpha, beta = map(float, text.split(":"))
+        valid = 0 <= alpha < math.inf and 0 <= beta < math.inf
+    except ValueError:
+        valid = False
+    if not valid:
+        raise FlowError(
+            f"MONOFLOW_LINK_DELAY={text!r} is not seconds to start and seconds a byte, such as 2e-4:1e-8"
+        )
+    return alpha, beta
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from ..boxing import Group, Tensors, reduce
+from ..boxing.route import Kind, LinkCost
+from ..config import SETTINGS
 from ..mesh import Placement
 from .board import StoreBoard, number_of_groups
 
@@ -181,12 +185,20 @@ class DistTransport:
     Gloo and NCCL both have every collective used here (reduce-scatter and all-to-all with uneven splits
     included, Gloo since torch 2.7). What they lack is dtypes: see `_carrier`.
 
+    Args:
+        link: see below, as seconds to start and for every byte sent; None for none.
+
     Attributes:
         board: where the ranks hear of each other's failures.
+        link: a slower link to pretend, for benches: what the lane of every move sleeps once it is through,
+            with the interpreter's lock given up.
     """
 
-    def __init__(self, placement: Placement, rank: int) -> None:
+    def __init__(
+        self, placement: Placement, rank: int, link: tuple[float, float] | None = SETTINGS.link_delay
+    ) -> None:
         self.placement, self.rank = placement, rank
+        self.link = None if link is None else LinkCost(*link)
         self.board = StoreBoard(number_of_groups())
         self._groups = {
             axis: _group_along(axis, placement, rank) for axis, size in enumerate(placement.shape) if size > 1
@@ -202,9 +214,9 @@ class DistTransport:
         tensor = self._own(tensors)
         if group.size == 1:
             return {self.rank: tensor[None]}
-        self._count(group, "all_gather", tensor)
         flat = _carrier(tensor).flatten()
-        gathered = _wait(_COLLECTIVES.all_gather_into_tensor(flat, group.size, self._name(group)))
+        with self._sending(group, "all_gather", tensor):
+            gathered = _wait(_COLLECTIVES.all_gather_into_tensor(flat, group.size, self._name(group)))
         stacked = gathered.view(tensor.dtype).view(group.size, *tensor.shape)
         return {self.rank: _reordered(stacked, self._seats(group))}
 
@@ -212,18 +224,18 @@ class DistTransport:
         tensor = self._own(tensors)
         if group.size == 1:
             return {self.rank: tensor}
-        self._count(group, "all_reduce", tensor)
         value, op = _reducible(tensor, op)
-        total = _wait(_COLLECTIVES.all_reduce(value, op, self._name(group)))
+        with self._sending(group, "all_reduce", tensor):
+            total = _wait(_COLLECTIVES.all_reduce(value, op, self._name(group)))
         return {self.rank: _restored(total, tensor.dtype)}
 
     def reduce_scatter(self, tensors: Tensors, op: str, group: Group) -> dict[int, Tensor]:
         tensor = self._own(tensors)
         if group.size == 1:
             return {self.rank: tensor[0]}
-        self._count(group, "reduce_scatter", tensor)
         value, op = _reducible(_reordered(tensor, _inverse(self._seats(group))).flatten(), op)
-        part = _wait(_COLLECTIVES.reduce_scatter_tensor(value, op, group.size, self._name(group)))
+        with self._sending(group, "reduce_scatter", tensor):
+            part = _wait(_COLLECTIVES.reduce_scatter_tensor(value, op, group.size, self._name(group)))
         return {self.rank: _restored(part, tensor.dtype).view(tensor.shape[1:])}
 
     def all_to_all(
@@ -237,21 +249,22 @@ class DistTransport:
             return {self.rank: list(own)}
         dtype, me = own[0].dtype, group.ranks.index(self.rank)
         sent = sum(piece.numel() for i, piece in enumerate(own) if i != me) * dtype.itemsize
-        self._counter.add(group, "all_to_all", dtype, sent)
         seats = self._seats(group)
         members = _inverse(seats)
         carried = _carrier(torch.cat([own[member].flatten() for member in members]))
         width = dtype.itemsize // carried.dtype.itemsize
         counts = [math.prod(shapes[self.rank][member]) for member in members]
-        received = _wait(
-            _COLLECTIVES.all_to_all_single(
-                carried,
-                [count * width for count in counts],
-                [own[member].numel() * width for member in members],
-                self._name(group),
+        self._counter.add(group, "all_to_all", dtype, sent)
+        with self._linked("all_to_all", sent):
+            received = _wait(
+                _COLLECTIVES.all_to_all_single(
+                    carried,
+                    [count * width for count in counts],
+                    [own[member].numel() * width for member in members],
+                    self._name(group),
+                )
             )
-        ).view(dtype)
-        parts = received.split(counts)
+        parts = received.view(dtype).split(counts)
         pairs = zip(seats, shapes[self.rank], strict=True)
         return {self.rank: [parts[seat].view(shape) for seat, shape in pairs]}
 
@@ -259,10 +272,10 @@ class DistTransport:
         tensor = self._own(tensors)
         if group.size == 1:
             return {self.rank: tensor}
-        self._count(group, "broadcast", tensor)
         seat = self._seats(group)[group.ranks.index(source)]
-        sent = _COLLECTIVES.broadcast(_carrier(tensor).flatten(), seat, self._name(group))
-        return {self.rank: _wait(sent).view(tensor.dtype).view(tensor.shape)}
+        with self._sending(group, "broadcast", tensor):
+            sent = _wait(_COLLECTIVES.broadcast(_carrier(tensor).flatten(), seat, self._name(group)))
+        return {self.rank: sent.view(tensor.dtype).view(tensor.shape)}
 
     def send(
         self, tensors: Tensors, source: int, target: int, shape: tuple[int, ...], group: Group
@@ -270,20 +283,28 @@ class DistTransport:
         tensor, pair = self._own(tensors), self._groups[group.axis]
         if self.rank == source:
             assert tuple(tensor.shape) == shape, f"{list(tensor.shape)} is to be sent as {list(shape)}"
-            self._count(group, "send", tensor)
-            _finished(dist.isend(_carrier(tensor), target, pair))
+            with self._sending(group, "send", tensor):
+                _finished(dist.isend(_carrier(tensor), target, pair))
             return {}
         assert self.rank == target, f"rank {self.rank} takes part in a move from {source} to {target}"
         received = tensor.new_empty(shape)
-        _finished(dist.irecv(_carrier(received), source, pair))
+        with self._linked("send", received.nbytes):
+            _finished(dist.irecv(_carrier(received), source, pair))
         return {self.rank: received}
 
     def _own(self, tensors: Tensors) -> Tensor:
         assert set(tensors) == {self.rank}, f"rank {self.rank} is given tensors of ranks {sorted(tensors)}"
         return tensors[self.rank].contiguous()
 
-    def _count(self, group: Group, kind: str, tensor: Tensor) -> None:
-        self._counter.add(group, kind, tensor.dtype, _bytes_sent(kind, tensor, group))
+    def _sending(self, group: Group, kind: Kind, tensor: Tensor) -> AbstractContextManager[None]:
+        """Counts a move of a tensor that this rank passes; within it, the move is made."""
+        num_bytes = _bytes_sent(kind, tensor, group)
+        self._counter.add(group, kind, tensor.dtype, num_bytes)
+        return self._linked(kind, num_bytes)
+
+    def _linked(self, kind: Kind, num_bytes: int) -> AbstractContextManager[None]:
+        """Within it a move is made, over the link that is pretended, if there is one."""
+        return contextlib.nullcontext() if self.link is None else _slept(self.link.seconds(kind, num_bytes))
 
     def _name(self, group: Group) -> str:
         """The process group along an axis; functional collectives go by name."""
@@ -312,6 +333,12 @@ def _leave(groups: Sequence[dist.ProcessGroup | None]) -> None:
         with contextlib.suppress(ValueError):
             if group is not None:
                 dist.destroy_process_group(group)
+
+
+@contextlib.contextmanager
+def _slept(seconds: float) -> Iterator[None]:
+    yield
+    time.sleep(seconds)
 
 
 def _inverse(seats: Sequence[int]) -> list[int]:

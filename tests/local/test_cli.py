@@ -72,6 +72,7 @@ def test_settings_come_from_the_environment() -> None:
     assert (settings.verify, settings.rank, settings.world_size) == (False, 3, 4)
     assert config.Settings.from_env({"MONOFLOW_LOG": "all"}).log_stages == set(config.STAGES)
     assert config.Settings.from_env({}) == config.Settings()
+    assert config.Settings.from_env({"MONOFLOW_LINK_DELAY": "2e-4:1e-8"}).link_delay == (2e-4, 1e-8)
     caches = {"XDG_CACHE_HOME": "/x"}, {"XDG_CACHE_HOME": "/x", "MONOFLOW_CACHE": "/y"}
     assert [config.Settings.from_env(env).cache for env in caches] == ["/x/monoflow", "/y"]
 
@@ -85,6 +86,8 @@ def test_settings_come_from_the_environment() -> None:
         ),
         ({"MONOFLOW_VERIFY": "maybe"}, "MONOFLOW_VERIFY='maybe' is not one of 0, 1"),
         ({"RANK": "first"}, "RANK='first' is not an integer"),
+        ({"MONOFLOW_LINK_DELAY": "fast"}, "MONOFLOW_LINK_DELAY='fast' is not seconds .*such as 2e-4:1e-8"),
+        ({"MONOFLOW_LINK_DELAY": "-1:0"}, "MONOFLOW_LINK_DELAY='-1:0' is not seconds"),
     ],
 )
 def test_settings_that_are_not_understood(env: dict[str, str], facts: str) -> None:
