@@ -18,6 +18,9 @@ Tensor = torch.Tensor
 
 #: What can be put together.
 BUNDLED_KINDS = ("all_gather", "all_reduce", "reduce_scatter")
+#: How many compute tasks a move may run beside, from the first one after it. Of two, one is often short: a
+#: gather and a reduction seldom fall in the same place.
+BESIDE = 2
 
 
 def apply_bundle(

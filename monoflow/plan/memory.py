@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..boxing.bundle import BESIDE
 from ..boxing.route import Move
 from ..graph.step_graph import Input, Output, Phase, Role
 from ..sbp.layout import NdSbp, Split, local_shape
@@ -198,7 +199,7 @@ class Walk:
         self.strides.note(item, shared)
 
     def _linger(self) -> None:
-        """Holds what a move reads and works with while the compute after it runs."""
+        """Holds what a move reads and works with while the compute runs that it may run beside."""
         own = list(self.workspace)
         for position, item in enumerate(self.made.items):
             if not _meets(item):
@@ -211,13 +212,14 @@ class Walk:
                 self.workspace[later] += own[position] if later > self.last_of[position] else 0
 
     def _compute_after(self, position: int) -> int:
-        """The last item of the compute task after a move, of those that are done as often."""
+        """The last item of the compute tasks that a move may run beside, of those that are done as often."""
         items = self.made.items
         walked, after = items[position].walked, position + 1
-        while after < len(items) and items[after].walked is walked and _meets(items[after]):
-            after += 1
-        while after < len(items) and items[after].walked is walked and not _meets(items[after]):
-            after += 1
+        for _ in range(BESIDE):
+            while after < len(items) and items[after].walked is walked and _meets(items[after]):
+                after += 1
+            while after < len(items) and items[after].walked is walked and not _meets(items[after]):
+                after += 1
         return after - 1
 
     def _regrade(self, storage: int) -> None:

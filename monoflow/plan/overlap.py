@@ -116,7 +116,8 @@ class _Part:
             item = self.items[at]
             read_late = all(reader in late for reader in readers.get(at, ()))
             move = getattr(item, "move", None)
-            if item.phase is Phase.UPDATE or (move is not None and read_late and not self._is_gather(item)):
+            passes_on = len(item.inputs) == 1 and not self._is_gather(item)  # such as a view of a gradient
+            if item.phase is Phase.UPDATE or (passes_on and read_late):
                 late.add(at)
             together = move is not None and not item.is_local and move.kind in BUNDLED_KINDS  # type: ignore[union-attr]
             if together and read_late and not item.folds:  # type: ignore[union-attr]

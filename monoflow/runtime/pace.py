@@ -2,7 +2,7 @@
 
 Program order is the order in which the plan's memory was added up. A collective starts when the compute
 before it in that order is done, so that what it makes is not there sooner than planned. Compute starts when
-the collectives before the compute task before it are done: what they read is held for one compute task, not
+the collectives before the last BESIDE compute tasks are done: what they read is held for so many of them, not
 for all that follow. What goes between two stages keeps to the slots of its registers alone.
 """
 
@@ -10,24 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..boxing.bundle import BUNDLED_KINDS
+from ..boxing.bundle import BESIDE, BUNDLED_KINDS
 from .program import Program, Task
 
 
 def paced(program: Program) -> Iterator[tuple[int, int]]:
     """Pairs of tasks, by their index, of which the second waits until the first is done."""
     compute = -1  # the compute task before
-    moves: list[int] = []  # collectives since it
-    earlier: list[int] = []  # those between it and the compute task before it
+    since: list[list[int]] = [[]]  # collectives since it; before them, those between it and the one before
     for task in program.tasks:
         if _is_collective(task, program):
             if compute >= 0:
                 yield compute, task.index
-            moves.append(task.index)
+            since[-1].append(task.index)
         elif task.compute is not None:
-            for move in earlier:
-                yield move, task.index
-            compute, earlier, moves = task.index, moves, []
+            if len(since) > BESIDE:
+                for move in since.pop(0):
+                    yield move, task.index
+            compute = task.index
+            since.append([])
 
 
 def _is_collective(task: Task, program: Program) -> bool:

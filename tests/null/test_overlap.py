@@ -14,15 +14,16 @@ from monoflow.boxing.route import LinkCost
 from monoflow.graph.step_graph import Phase
 from monoflow.plan import overlap
 from monoflow.plan.schedule import Box, Op, Schedule, schedule
+from monoflow.runtime.pace import paced
 from monoflow.step import Step
 
 LAYERS = 6
 
 
 class Tower(nn.Module):
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias) for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -30,9 +31,9 @@ class Tower(nn.Module):
         return x
 
 
-def compiled(plan: str, num_ranks: int = 2) -> Step:
+def compiled(plan: str, num_ranks: int = 2, bias: bool = False) -> Step:
     torch.manual_seed(0)
-    model = Tower()
+    model = Tower(bias=bias)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     @flow.graph(model, optimizer, placement=flow.placement("cpu", list(range(num_ranks))), plan=plan)
@@ -112,6 +113,31 @@ def test_a_full_bundle_spends_a_fifth_of_its_time_on_its_start(alpha: float, siz
     weights = [one for one in arranged if isinstance(one, Box) and one.move.shape == (16, 16)]
     bundles = [one.bundle for one in weights if one.move.kind == "all_reduce"]
     assert list(Counter(bundles).values()) == sizes
+
+
+@pytest.mark.parametrize(("plan", "kind"), [("data", "all_reduce"), ("zero", "reduce_scatter")])
+def test_gradients_of_biases_go_with_those_of_weights(plan: str, kind: str) -> None:
+    """Backward views a bias' gradient once it is reduced, which must not make that go alone."""
+    made = schedule(compiled(plan, bias=True).plan)
+    reduced = [box for _, box in moves(made, kind, Phase.BACKWARD)]
+    assert len(reduced) == 2 * LAYERS
+    assert len({box.bundle for box in reduced}) == 1
+
+
+@pytest.mark.parametrize("plan", ["data", "zero"])
+def test_the_third_compute_task_after_a_move_waits_for_it(alone: None, plan: str) -> None:
+    (program, *_) = compiled(plan)._require().lowered.programs.values()
+    pairs = set(paced(program))
+    computes = [task.index for task in program.tasks if task.compute is not None]
+    expected = set()
+    for task in program.tasks:
+        if task.compute is None:
+            before = [index for index in computes if index < task.index]
+            after = [index for index in computes if index > task.index]
+            expected |= {(before[-1], task.index)} if before else set()
+            expected |= {(task.index, after[2])} if len(after) > 2 else set()
+    assert len(expected) > LAYERS
+    assert pairs == expected
 
 
 @pytest.mark.parametrize("plan", ["data", "zero", "tensor"])
