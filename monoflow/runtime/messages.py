@@ -88,12 +88,16 @@ def _message(
 ) -> tuple[tuple[Event, ...], int | None] | None:
     """The reads of a message and when it was emptied; None if this firing did not fill the register."""
     micro, count = wiring.registers[register].micro, wiring.micro_batches
+    if wiring.is_pulled and wiring.actors[writer].micro:
+        count = _count(fired, writer, step)
     if wiring.actors[writer].micro and not micro and time != count - 1:
         return None  # a move along time that has not seen every micro-batch
     reads: list[Event] = []
     last: int | None = 0
     for reader in wiring.readers[register]:
         repeats = wiring.actors[reader].micro and not micro
+        if repeats and wiring.is_pulled:
+            count = max(1, _count(fired, reader, step))
         times = range(count) if repeats else (time if micro else 0,)
         events = [fired.get((reader, step, one)) for one in times]
         if (first := events[0]) is not None:
@@ -101,6 +105,14 @@ def _message(
         end = events[-1]
         last = None if last is None or end is None else max(last, end.end)
     return tuple(reads), last if reads else None
+
+
+def _count(fired: Firings, actor: int, step: int) -> int:
+    """How often an actor fired in a step."""
+    count = 0
+    while (actor, step, count) in fired:
+        count += 1
+    return count
 
 
 # --- what follows from messages ------------------------------------------------------------------------

@@ -46,13 +46,18 @@ class RegisterInfo:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Actors and registers of one rank's program."""
+    """Actors and registers of one rank's program.
+
+    Attributes:
+        is_pulled: whether the rank walks what it pulls, in every step another number of micro-batches.
+    """
 
     program: str
     rank: int
     micro_batches: int
     actors: tuple[ActorInfo, ...]
     registers: tuple[RegisterInfo, ...]
+    is_pulled: bool = False
 
     @staticmethod
     def of(name: str, program: Program) -> Wiring:
@@ -71,7 +76,7 @@ class Wiring:
             for one in program.registers
         )
         actors = tuple(map(actor, program.tasks))
-        return Wiring(name, program.rank, program.micro_batches, actors, registers)
+        return Wiring(name, program.rank, program.micro_batches, actors, registers, program.units > 0)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -107,4 +112,5 @@ class Wiring:
             for one in data["actors"]
         )
         registers = tuple(RegisterInfo(**one) for one in data["registers"])
-        return Wiring(data["program"], data["rank"], data["micro_batches"], actors, registers)
+        program, rank, num = data["program"], data["rank"], data["micro_batches"]
+        return Wiring(program, rank, num, actors, registers, data.get("is_pulled", False))

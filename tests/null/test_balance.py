@@ -17,10 +17,13 @@ from monoflow.boxing.route import Move
 from monoflow.mesh import placement
 from monoflow.runtime.actors import Engine
 from monoflow.runtime.liveness import verify_live
+from monoflow.runtime.messages import messages
 from monoflow.runtime.network import Marking, Network
 from monoflow.runtime.program import Program, Rate, Task, task_module, verify
 from monoflow.runtime.pulled import Counter, StoreCounter, coordinate_of, folded
+from monoflow.runtime.trace import Event
 from monoflow.runtime.transport import SimTransport
+from monoflow.runtime.wiring import Wiring
 from monoflow.sbp.layout import B, P, Partial, S
 
 from .hand_made import Hand
@@ -225,3 +228,23 @@ def test_an_error_names_the_unit() -> None:
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
         engine.run({rank: [BATCH.clone(), torch.ones(3)] for rank in range(RANKS)})
     assert any("task work (forward) of rank 0, unit 4" in note for note in caught.value.__notes__)
+
+
+def test_messages_of_a_trace_are_those_of_as_many_units_as_were_pulled() -> None:
+    class Recorder:
+        events: list[Event] = []  # noqa: RUF012
+
+        def record(self, lane, kind, name, rank, step, time, start_ns, end_ns, num_bytes) -> None:  # type: ignore[no-untyped-def]
+            self.events.append(Event("hand", rank, lane, kind, name, step, time, start_ns, end_ns, num_bytes))
+
+    piles = Piles({0: [0, 5, 1, 3], 1: [4, 2]})
+    engine = Engine(PROGRAMS, TWO, SimTransport(TWO), str, units=piles)
+    engine.recorder = Recorder()
+    check(engine)
+    wirings = [Wiring.from_data(Wiring.of("hand", PROGRAMS[rank]).as_data()) for rank in range(RANKS)]
+    found = messages(Recorder.events, wirings)
+    sums = {one.wiring.rank: one.writer.time for one in found if one.writer.name == "sum"}
+    assert sums == {0: 3, 1: 1}, "a sum is there after a rank's last unit"
+    (factor,) = [one for one in found if one.writer.name == "double" and one.wiring.rank == 0]
+    last = max(one.end for one in Recorder.events if one.name == "work" and one.rank == 0)
+    assert factor.emptied == last
