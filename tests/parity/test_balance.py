@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 import monoflow as flow
 from monoflow.errors import PlanError
+from monoflow.graph.step_graph import Role
+from monoflow.plan.plan import Plan
+from monoflow.plan.schedule import Box, schedule
 from monoflow.runtime import actors
+from monoflow.sbp.layout import B
 
 from .harness import ALL_LAYOUTS, LAYOUTS, Case, Cases, assert_exact
 from .models import KINDS, batch_of, image_loss, training
@@ -125,6 +129,18 @@ def test_results_with_rows_are_put_where_they_belong(seed: int | None) -> None:
                 assert found[name].dtype == one.dtype, name
                 torch.testing.assert_close(found[name], one, rtol=1e-6, atol=1e-6, msg=name)
         assert_exact(pulled.verify(*args, steps=2))
+        _check_schedule(Plan.parse(pulled.plan.dumps(), pulled.capture(*args), "here"))
+
+
+def _check_schedule(plan: Plan) -> None:
+    """Ranks do not meet in the walk, and rows are reduced to their ranks after it."""
+    assert plan.is_pulled and plan.micro_batches == 3
+    batch = [one.name for one in plan.graph.inputs if one.role is Role.BATCH]
+    assert len(batch) == 2 and all(plan.inputs[name] == (B,) for name in batch)
+    moves = [item for item in schedule(plan).items if isinstance(item, Box) and not item.is_local]
+    assert all(move.folds for move in moves if move.walked)
+    once = [move.move.kind for move in moves if not move.walked]
+    assert once.count("reduce_scatter") == 4 and "all_gather" not in once
 
 
 def test_local_batch_statistics_are_those_of_a_micro_batch_whoever_did_it() -> None:
