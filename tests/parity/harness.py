@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import monoflow as flow
 import monoflow.compiler as compiler
@@ -73,14 +74,14 @@ SEVERAL = tuple(name for name in LAYOUTS if name != "one")
 
 
 class Case:
-    """A model, its optimizer and step function. Captured once: a capture depends on no layout."""
+    """A model, its optimizer and step function. Captured once per batch shape: no layout changes a capture."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, function: Callable[[Batch], Any]
     ) -> None:
         self.model, self.optimizer, self.function = model, optimizer, function
         self._begin = copy.deepcopy(model.state_dict())
-        self._captured: dict[int, Captured] = {}
+        self._captured: dict[tuple, Captured] = {}
 
     @contextmanager
     def under(self, layout: Layout, **options: Any) -> Iterator[Step]:
@@ -89,10 +90,12 @@ class Case:
         self.optimizer.state.clear()
         trace = compiler.trace
 
-        def remembered(function: Callable, *rest: Any) -> Captured:
-            if id(function) not in self._captured:
-                self._captured[id(function)] = trace(function, *rest)
-            return self._captured[id(function)]
+        def remembered(function: Callable, subject: Any, args: Any, *rest: Any) -> Captured:
+            shapes = (tuple(one.shape) for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor))
+            key = id(function), tuple(shapes)
+            if key not in self._captured:
+                self._captured[key] = trace(function, subject, args, *rest)
+            return self._captured[key]
 
         with pytest.MonkeyPatch.context() as patch, layout.ranks():
             patch.setattr(compiler, "trace", remembered)
