@@ -129,7 +129,12 @@ class Plan:
     @property
     def overlaps(self) -> bool:
         """Whether moves run beside compute, which holds more; where bytes are limited, stages alone do."""
-        return self.placement.size > 1 and (self.search is None or not self.search.limit or self.has_stages)
+        return self.placement.size > 1 and (not self.is_limited or self.has_stages)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the plan was sought under a limit of bytes."""
+        return self.search is not None and bool(self.search.limit)
 
     @property
     def links(self) -> tuple[LinkCost, ...] | None:

@@ -19,6 +19,7 @@ from .order import ordered
 from .overlap import overlapped
 from .paths import Paths
 from .plan import Plan
+from .sends_first import sends_first
 
 __all__ = ["Box", "LaidOut", "Op", "Schedule", "schedule"]
 
@@ -60,6 +61,8 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
         items = in_time(plan, maker.facts, items, leaving)
     if plan.is_pulled:
         items = pulled(plan, items, maker.facts, inputs, leaving)
+    if plan.has_stages and not plan.is_limited:
+        items = sends_first(items)
     if plan.overlaps:
         items = overlapped(
             items, plan.links or (LinkCost(),) * plan.placement.num_axes, prepared(plan, maker.facts)
