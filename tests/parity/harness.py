@@ -74,7 +74,7 @@ SEVERAL = tuple(name for name in LAYOUTS if name != "one")
 
 
 class Case:
-    """A model, its optimizer and step function. Captured once per batch shape: no layout changes a capture."""
+    """A model, its optimizer and step function. Captured once a batch shape: no layout changes a capture."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, function: Callable[[Batch], Any]
