@@ -142,7 +142,7 @@ def measure(case: Case) -> Measured:
         captured_at = clock()
         if case.plan:
             ranks = torch.arange(torch.Size(case.mesh).numel()).reshape(case.mesh).tolist()
-            compiler.plan(captured, [placement("cpu", ranks)], case.plan, {})
+            compiler.plan(captured, [placement("cpu", ranks)], case.plan, {}, refine=True)
         totals = {"capture": captured_at - start, "capture + plan": clock() - start}
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     nodes = sum(1 for _ in captured.graph.calls())

@@ -161,6 +161,8 @@ def plan(
     stages: Mapping[str, int] | None = None,
     micro_batches: int | None = None,
     balance: str = "static",
+    *,
+    refine: bool = False,
 ) -> Plan:
     """Plans the captured step; warns of every op that has no rule, with what its replication costs.
 
@@ -171,6 +173,7 @@ def plan(
         stages: per pattern of module names, the stage of a pipeline that they lie at.
         micro_batches: in how many the batch is walked; None to let the planner choose.
         balance: whether every rank walks its own, "static", or pulls them as it is free, "dynamic".
+        refine: whether "auto" may make a part of a grid's outermost axis an axis of a pipeline's stages.
     """
     log = stage_logger("plan")
     start = time.perf_counter()
@@ -188,6 +191,7 @@ def plan(
                 limit=limit,
                 stages=stages,
                 micro_batches=micro_batches,
+                refine=refine,
             )
             candidates.append(with_prediction(balanced(one)) if balance == "dynamic" else one)
         except PlanError as error:  # another grid may fit

@@ -92,7 +92,7 @@ def plan(request: Request, console: Console) -> int:
 def _planned(
     graph: StepGraph, where: Placement, name: str, pins: Mapping[str, tuple], machine: Machine
 ) -> tuple[Plan, Prediction]:
-    made = plan_step(graph, where, name, pins, machine, limit=machine.device.capacity)
+    made = plan_step(graph, where, name, pins, machine, limit=machine.device.capacity, refine=True)
     return made, made.predicted or predict(made, machine)
 
 

@@ -45,6 +45,7 @@ def report(done: Planned) -> RenderableType:
     num_nodes = len(plan.graph.graph.nodes)
     head = (
         f"{plan.graph.name}: plan {plan.name!r} on {mesh} of {done.machine.device.name}, {num_nodes:,} nodes"
+        + f", {plan.micro_batches} micro-batches" * plan.has_time
     )
     parts = [head, "", _layouts(plan), "", _step(done)]
     if predicted.peak_bytes > done.limit:

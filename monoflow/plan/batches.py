@@ -1,13 +1,13 @@
-"""How many micro-batches: as many as are asked for, or the fewest with which a plan fits a limit of bytes."""
+"""A plan in micro-batches: as many as are asked for, or the fewest with which it fits a limit of bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from ..errors import PlanError
 from ..sbp.registry import OpRule
-from .plan import Plan, Search
+from .plan import Plan
 from .predict import predict
 from .rows import rows_of_rank
 from .time import micro_batched
@@ -26,56 +26,26 @@ def walked(plan: Plan, num: int, rules: Mapping[Callable, OpRule]) -> Plan:
     return replace(made, predicted=predict(made, plan.machine))
 
 
-def fewest(plans: Sequence[Plan], limit: int, rules: Mapping[Callable, OpRule]) -> Plan | None:
-    """The fastest plan that holds at most `limit` bytes with the fewest of 2, 4, 8, ... micro-batches.
+def in_fewest(
+    plan: Plan, limit: int, rules: Mapping[Callable, OpRule], could_be: Callable[[float, float], bool]
+) -> Iterator[Plan]:
+    """A plan with 2, 4, 8, ... micro-batches, up to the fewest that hold at most `limit` bytes.
 
     Args:
-        plans: of the whole batch, to be walked.
+        plan: of the whole batch, to be walked.
+        could_be: whether a plan of so many seconds, faster by such a part, is still looked for. More
+            micro-batches are slower.
     """
-    for num in _doubled(plans):
-        found = fastest(plans, num, limit, rules)
-        if isinstance(found, Plan):
-            return found
-    return None
-
-
-def fastest(
-    plans: Sequence[Plan], num: int, limit: int, rules: Mapping[Callable, OpRule]
-) -> Plan | PlanError | None:
-    """The fastest of some plans with `num` micro-batches that holds at most `limit` bytes.
-
-    Returns:
-        The plan; None if all hold more; why the first cannot be walked, if none can.
-    """
-    made: list[Plan] = []
-    refused: list[PlanError] = []
-    for plan in plans:
-        try:
-            made.append(walked(plan, num, rules))
-        except PlanError as error:
-            refused.append(error)
-    fitting = [one for one in made if _predicted(one).peak_bytes <= limit]
-    if not fitting:
-        return None if made else refused[0]
-    best = min(fitting, key=lambda one: _predicted(one).seconds)
-    tried = {
-        f"{one.name}, {num} micro-batches": (_predicted(one).seconds, _predicted(one).peak_bytes)
-        for one in made
-    }
-    bound = min((one.search.bound for one in plans if one.search is not None), default=0.0)
-    gap = 1 - bound / _predicted(best).seconds
-    return replace(best, name="auto", search=Search(bound, gap, tried, limit))
-
-
-def _predicted(plan: Plan):
     assert plan.predicted is not None
-    return plan.predicted
-
-
-def _doubled(plans: Sequence[Plan]) -> Iterator[int]:
-    """2, 4, 8, ... up to the rows that a rank has of the batch."""
-    counts = [rows // parts for rows, parts in filter(None, map(rows_of_rank, plans))]
-    num = 2
-    while num <= max(counts, default=0):
-        yield num
-        num *= 2
+    seconds, num = plan.predicted.seconds, 2
+    rows, parts = rows_of_rank(plan) or (0, 1)
+    while num <= rows // parts and could_be(seconds, 0.0):
+        try:
+            made = walked(plan, num, rules)
+        except PlanError:
+            return
+        assert made.predicted is not None
+        yield made
+        if made.predicted.peak_bytes <= limit:
+            return
+        seconds, num = made.predicted.seconds, 2 * num

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from torch import fx
@@ -16,21 +15,22 @@ from ..sbp.layout import B, Sbp, Split
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .axis import AxisPlan, AxisProblem
-from .batches import fastest, fewest, walked
+from .batches import walked
 from .calls import bytes_around
+from .choose import Wanted, best_of, choose
 from .cost import REFERENCE, DeviceCost, Machine
 from .plan import Plan, fingerprint
 from .predict import predict
 from .rewrites import LOSSES, PREPARE, Rewrite, expansion, rewritten
-from .search import search
 from .stages import StagePins, plan_stages
 from .template import PIPELINE, TEMPLATES, Pins, Template, apply_pins, parse
 from .verify import verify_plan
 
 log = stage_logger("plan")
 
+__all__ = ["AUTO", "best_of", "plan_step"]
+
 AUTO = "auto"
-_CLEARLY = 0.01  # by so much a mesh of more axes must be faster
 
 
 def plan_step(
@@ -43,19 +43,21 @@ def plan_step(
     limit: int = 0,
     stages: StagePins | None = None,
     micro_batches: int | None = None,
+    refine: bool = False,
 ) -> Plan:
     """Plans a step: by search, or by a template and what a user pins.
 
     Args:
-        name: "auto" for the fastest plan that is found, or a template, "data", "zero", "tensor", "pipeline",
-            or a product such as "data x tensor".
+        name: "auto" for the fastest plan that is found, a pipeline or not, or a template, "data", "zero",
+            "tensor", "pipeline", or a product such as "data x tensor".
         pins: per pattern of input or output names, one SBP per axis.
         machine: what work and moves cost. A template's own choices do not depend on it.
         rules: the ops' rules; all that are known, and trials, when left out.
         limit: bytes that a rank may hold at any time, for "auto"; 0 for no limit.
         stages: per pattern of module names, the stage of a pipeline that they lie at.
-        micro_batches: in how many the batch is walked. None for one, or where no plan then fits the limit,
-            the fewest of 2, 4, 8, ... with which the fastest plan without a limit or a template does.
+        micro_batches: in how many the batch is walked; None to choose, 1 for a template.
+        refine: whether "auto" may make a part of the outermost axis an axis of its own, of a pipeline's
+            stages. Without it, or with pins, all of that axis may become one.
 
     Raises:
         PlanError, LayoutError: the template is unknown, a pin does not fit, nothing fits the limit, or the
@@ -72,41 +74,14 @@ def plan_step(
     if name != AUTO:
         made = replace(_by_template(graph, placement, name, pins, rules, stages or {}), machine=machine)
         return walked(replace(made, predicted=predict(made, machine)), micro_batches or 1, rules)
-    if not limit:
-        return walked(search(graph, placement, machine, pins, rules), micro_batches or 1, rules)
-    others = []
-    for template in TEMPLATES if placement.size > 1 else ():  # a limit is never too small for these
-        with suppress(LayoutError):  # a pin that the template has no place for
-            others.append(plan_step(graph, placement, template, pins, machine, rules, micro_batches=1))
-    if micro_batches in (None, 1):
-        try:
-            return search(graph, placement, machine, pins, rules, limit, others)
-        except PlanError:
-            if micro_batches == 1:
-                raise
-            plans = [search(graph, placement, machine, pins, rules), *others]
-            found = fewest(plans, limit, rules)
-            if found is None:
-                raise
-            return found
-    plans = [search(graph, placement, machine, pins, rules), *others]
-    found = fastest(plans, micro_batches, limit, rules)
-    if isinstance(found, Plan):
-        return found
-    raise found or PlanError(
-        f"no plan on {placement} holds at most {limit:,} bytes a rank with {micro_batches} micro-batches; "
-        'give a larger limit, more micro-batches, or micro_batches="auto"'
+
+    def by_template(template: str) -> Plan:
+        return plan_step(graph, placement, template, pins, machine, rules, micro_batches=1)
+
+    wanted = Wanted(
+        graph, placement, machine, pins, rules, limit, micro_batches, refine and not pins, by_template
     )
-
-
-def best_of(plans: Sequence[Plan]) -> Plan:
-    """The fastest of some plans of one step; of nearly equal ones the first."""
-    best = plans[0]
-    for one in plans[1:]:
-        assert one.predicted is not None and best.predicted is not None
-        if one.predicted.seconds < best.predicted.seconds * (1 - _CLEARLY):
-            best = one
-    return best
+    return choose(wanted)
 
 
 def _by_template(

@@ -156,13 +156,25 @@ def _loads(graph: StepGraph, found: Positions, device: DeviceCost) -> tuple[np.n
     return seconds, np.cumsum(crossing)[:count]
 
 
+def repeated_layers(graph: StepGraph) -> int:
+    """How many numbered modules, such as `layers.0`, forward goes through."""
+    nodes = [info_of(node) for node in graph.calls()]
+    return len({_layer(one.module) for one in nodes if one.phase is Phase.FORWARD} - {""})
+
+
+def _layer(module: str) -> str:
+    """The layer that a module lies in; "" for none."""
+    match = _LAYER.match(module)
+    return match.group() if match else ""
+
+
 # --- where cuts may lie ------------------------------------------------------------------------------
 
 
 def _places(found: Positions, pinned: np.ndarray, size: int) -> list[int]:
     """Positions before which a cut may lie: between layers, else between modules, else between any ops."""
     modules = [info_of(node).module for node in found.forward]
-    layers = [match.group() if (match := _LAYER.match(one)) else "" for one in modules]
+    layers = [_layer(one) for one in modules]
     edges = {at for at in range(1, len(modules)) if pinned[at] != pinned[at - 1]}
     for names in (layers, modules, list(range(len(modules)))):
         places = {at for at in range(1, len(names)) if names[at] != names[at - 1]}

@@ -71,8 +71,17 @@ def make_plan(
             grids, stored = [line], {**stored, **parts}
         pins = {**stored, **wish.pins}
         where = grids or _grids(wish, line, world)
+        free = wish.placement is None and not grids
         return plan(
-            captured, where, wish.plan, pins, wish.memory, wish.stages, wish.micro_batches, wish.balance
+            captured,
+            where,
+            wish.plan,
+            pins,
+            wish.memory,
+            wish.stages,
+            wish.micro_batches,
+            wish.balance,
+            refine=free,
         )
 
     if world.simulated or line.size == 1:

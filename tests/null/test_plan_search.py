@@ -249,7 +249,7 @@ def test_a_tight_limit_splits_the_state_then_computes_again_in_the_order_of_thei
     plans = []
     for share in (1.0, 0.8, 0.6, 0.52):
         limit = int(share * predicted(free).peak_bytes)
-        plans.append(plan_step(graph, TWO, "auto", machine=machine, limit=limit))
+        plans.append(plan_step(graph, TWO, "auto", machine=machine, limit=limit, micro_batches=1))
         assert predicted(plans[-1]).peak_bytes <= limit
     seconds = [predicted(plan).seconds for plan in plans]
     assert all(a <= b * (1 + 1e-6) for a, b in itertools.pairwise(seconds))

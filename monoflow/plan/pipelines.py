@@ -1,0 +1,178 @@
+"""Pipelines to choose from: stages along the outermost axis, in front of a plan that was made without them.
+
+Along an axis of stages every op runs whole at its stage, so a cut goes with any layouts on the other axes:
+those of a plan of the whole grid, searched or by a template, along what the stages leave of it. A pipeline
+takes at least its work at the rate of all devices, and a bubble: (S + k - 1) / k times that for forward and
+backward, with S stages and k micro-batches. One that could not be fast enough is not made.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ..errors import PlanError
+from ..graph.step_graph import Phase, StepGraph, info_of, is_getitem, metas_of, tensor_args
+from ..mesh import Placement
+from ..sbp.registry import OpRule
+from .axis import AxisPlan
+from .cost import Device, DeviceCost, Machine, op_seconds
+from .plan import Plan
+from .predict import predict
+from .rows import rows_of_rank
+from .stages import StagePins, plan_stages, repeated_layers
+from .template import PIPELINE, TEMPLATES, batch_size
+from .time import micro_batched
+from .verify import verify_plan
+
+#: The name of an axis of stages that a grid is given.
+STAGE_AXIS = "stage"
+_MOST = 4  # micro-batches a stage: with more, little of the bubble is left to save
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a step's ops on one device: of what is walked in micro-batches, and of the rest."""
+
+    walked: float
+    rest: float
+
+    @staticmethod
+    def of(graph: StepGraph, device: Device) -> Work:
+        """The work of a graph."""
+        spent = {True: 0.0, False: 0.0}
+        for node in graph.calls():
+            if not is_getitem(node):
+                metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1]]
+                walked = info_of(node).phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
+                target: Callable = node.target  # pyright: ignore[reportAssignmentType]
+                spent[walked] += op_seconds(target, metas, metas_of(node), device, node.args)
+        return Work(spent[True], spent[False])
+
+    def at_least(self, num_ranks: int, num_stages: int, num: int) -> float:
+        """Seconds that no pipeline on so many ranks is faster than, with `num` micro-batches."""
+        return (self.walked * (num_stages + num - 1) / num + self.rest) / num_ranks
+
+
+def stage_counts(graph: StepGraph, placement: Placement, refine: bool) -> Iterator[int]:
+    """How many stages the outermost axis may be cut into: 2, 4, 8, ... of its ranks, or all of them.
+
+    Args:
+        refine: whether an axis may become two; else all of its ranks are stages.
+    """
+    size, layers = placement.shape[0], repeated_layers(graph)
+    count = 2
+    while count <= min(size, layers):
+        if size % count == 0 and (refine or count == size):
+            yield count
+        count *= 2
+    if 2 < size <= layers and size & (size - 1):
+        yield size
+
+
+def staged_plan(source: Plan, size: int, pins: StagePins | None = None) -> Plan:
+    """A plan with its outermost axis, or a part of it, as the stages of a pipeline.
+
+    Args:
+        source: a plan of the whole batch at once. Where its outermost axis has more than `size` ranks, those
+            that are left keep its layouts along it.
+        size: how many stages; it divides the axis.
+        pins: modules that shall lie at given stages.
+
+    Raises:
+        PlanError: the step cannot be cut so.
+    """
+    whole, graph = source.placement, source.graph
+    rest = whole.shape[0] // size
+    stages = plan_stages(graph, size, pins or {}, DeviceCost())
+    machine = source.machine
+    if rest > 1:
+        shape, axes, begin = (size, rest, *whole.shape[1:]), (STAGE_AXIS, *whole.axes), 0
+        links = None if machine is None else (machine.links[0], *machine.on(whole.num_axes).links)
+        machine = None if machine is None or links is None else Machine(machine.device, links)
+    else:
+        shape, axes, begin = whole.shape, whole.axes, 1
+    inner = f"{source.name} on {' x '.join(map(str, shape[1:]))}" if len(shape) > 1 else ""
+    made = replace(
+        source,
+        placement=Placement(whole.device_type, whole.ranks, shape, axes),
+        name=f"{PIPELINE} of {size} x {inner}" if inner else f"{PIPELINE} of {size}",
+        signatures=_in_front(source, stages, begin),
+        inputs={name: (stages.stored[name], *one[begin:]) for name, one in source.inputs.items()},
+        outputs={name: (stages.outputs[name], *one[begin:]) for name, one in source.outputs.items()},
+        machine=machine,
+        search=None,
+        predicted=None,
+    )
+    return verify_plan(made)
+
+
+def _in_front(source: Plan, stages: AxisPlan, begin: int) -> dict[str, tuple]:
+    by_name = {node.name: one for node, one in stages.signatures.items()}
+    return {name: (by_name[name], *axes[begin:]) for name, axes in source.signatures.items()}
+
+
+def most_micro_batches(source: Plan, size: int) -> int:
+    """The most micro-batches, of 1, 2, 4, ..., that `size` stages before a plan's layouts are tried with.
+
+    A few times as many as there are stages, and at most the rows that a rank then has.
+    """
+    found = rows_of_rank(source)
+    if found is None:
+        return 1
+    rows, _ = found
+    rest = source.placement.shape[0] // size
+    shape = (rest, *source.placement.shape[1:])
+    cut = replace(source, placement=replace(source.placement, shape=shape))
+    parts = (rows_of_rank(cut) or (rows, 1))[1]
+    most = 1
+    while rows % parts == 0 and 2 * most <= min(rows // parts, _MOST * size):
+        most *= 2
+    return most
+
+
+def most_of_batch(graph: StepGraph, size: int) -> int:
+    """The most micro-batches that `size` stages are tried with, whatever the layouts."""
+    rows, most = batch_size(graph) or 1, 1
+    while 2 * most <= min(rows, _MOST * size):
+        most *= 2
+    return most
+
+
+def product_names(placement: Placement, size: int) -> list[str]:
+    """The products of templates along what `size` stages leave of a grid.
+
+    The outermost axis has the first one's name also where the stages leave nothing of it.
+    """
+    first = list(TEMPLATES) if size < placement.shape[0] else list(TEMPLATES)[:1]
+    products = itertools.product(first, *[TEMPLATES] * (placement.num_axes - 1))
+    return [names[0] if len(set(names)) == 1 else " x ".join(names) for names in products]
+
+
+def in_micro_batches(
+    plan: Plan, most: int, num: int | None, limit: int, rules: Mapping[Callable, OpRule]
+) -> Iterator[Plan]:
+    """A pipeline with the number of micro-batches asked for, or from `most` down to where fewer are slower.
+
+    Those that hold more than the limit, too: who looks for one that fits takes it. A number that the step
+    cannot be walked in is left out.
+    """
+    machine = plan.machine
+    assert machine is not None
+    fastest: float | None = None
+    count = num or most
+    while count:
+        try:
+            made = micro_batched(plan, count, rules)
+        except PlanError:
+            count = 0 if num else count // 2
+            continue
+        predicted = predict(made, machine)
+        yield replace(made, predicted=predicted)
+        if fastest is not None and predicted.seconds >= fastest:
+            return
+        if limit and predicted.peak_bytes > limit:
+            return  # fewer hold more
+        fastest = predicted.seconds
+        count = 0 if num else count // 2
