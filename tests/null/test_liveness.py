@@ -134,8 +134,8 @@ def test_lanes_gather_as_far_ahead_as_the_program_says() -> None:
     ]  # fmt: skip
 
 
-def test_compute_runs_one_task_ahead_of_moves_that_nobody_reads() -> None:
-    """What a reduction reads is held for one more computation, not for all that follow."""
+def test_compute_runs_two_tasks_ahead_of_moves_that_nobody_reads() -> None:
+    """What a reduction reads is held for two more computations, not for all that follow."""
     made = Hand(0, TWO)
     x = made.given((2,))
     for layer in range(4):
@@ -154,7 +154,7 @@ def test_compute_runs_one_task_ahead_of_moves_that_nobody_reads() -> None:
         ready += marking.end(actor)
         order.append(actor.task.name)
     assert order == [
-        "layer 0", "layer 1", "sum 0", "layer 2", "sum 1", "layer 3", "sum 2", "sum 3",
+        "layer 0", "layer 1", "layer 2", "sum 0", "layer 3", "sum 1", "sum 2", "sum 3",
     ]  # fmt: skip
 
 
