@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from monoflow.cli.measure import MOVES, Extent, measure
 from monoflow.cli.probes import PROBES
-from monoflow.config import Settings
 from monoflow.mesh import placement
 from monoflow.plan.calibration import Calibration, Setting, load_calibration
 from monoflow.plan.cost import op_seconds
