@@ -42,6 +42,7 @@ _CLEARLY = 0.01  # by so much a mesh of more axes must be faster
 #: By so much a pipeline, or a batch in parts, must be. CPU ranks share cores, caches and memory, so that what
 #: one saves others may spend, and a bubble's idle core is nobody's gain.
 _MARGIN, _MARGIN_CPU = 0.01, 0.1
+_EQUAL = 1e-3  # what the search takes for equal
 _SMALL = 1500  # calls: templates of a larger step take longer to plan than the search, which folds its layers
 
 
@@ -71,6 +72,11 @@ class Wanted:
     def margin(self) -> float:
         """How much faster a pipeline or a batch in parts must be."""
         return _MARGIN_CPU if self.placement.device_type == "cpu" else _MARGIN
+
+    @cached_property
+    def is_small(self) -> bool:
+        """Whether templates are planned beside the search."""
+        return sum(1 for _ in self.graph.calls()) <= _SMALL
 
     @cached_property
     def is_free(self) -> bool:
@@ -123,7 +129,6 @@ def choose(wanted: Wanted) -> Plan:
         return _as_stored(wanted)
     found = _Found(wanted)
     sources = _spread(found)
-    spread = found.best
     if wanted.placement.size > 1 and wanted.is_free and sources:
         _pipelines(found, sources)
     if found.best is None:
@@ -132,7 +137,7 @@ def choose(wanted: Wanted) -> Plan:
             f"{wanted.micro_batches} micro-batches; give a larger limit, more micro-batches, or "
             'micro_batches="auto"'
         )
-    return _concluded(found, spread)
+    return _concluded(found, sources)
 
 
 def best_of(plans: Sequence[Plan]) -> Plan:
@@ -155,15 +160,17 @@ def best_of(plans: Sequence[Plan]) -> Plan:
 def _spread(found: _Found) -> list[Plan]:
     """Looks at plans without stages; returns those of the whole batch that pipelines can be made of."""
     wanted, num = found.wanted, found.wanted.micro_batches
+    # A limit is never too small for these; and small moves go together, which the search's tables do not see.
+    names = list(TEMPLATES) if wanted.placement.size > 1 and (wanted.limit or wanted.is_small) else []
+    others = list(wanted.templates(names))
     if not wanted.limit:
         whole = search(wanted.graph, wanted.placement, wanted.machine, wanted.pins, wanted.rules)
         found.tried |= whole.search.tried if whole.search is not None else {}
         found.best = walked(whole, num or 1, wanted.rules)
         if num is None and wanted.is_free and wanted.machine.device.curves:
             _smaller(found, whole)
-        return [whole]
-    names = list(TEMPLATES) if wanted.placement.size > 1 else []  # a limit is never too small for these
-    others = list(wanted.templates(names))
+        _all_walked(found, others, num or 1, _EQUAL)
+        return [whole, *others]
     if num in (None, 1):
         found.best, found.refused = _under_limit(wanted, others)
         if found.best is not None:
@@ -181,18 +188,18 @@ def _spread(found: _Found) -> list[Plan]:
             for one in in_fewest(plan, wanted.limit, wanted.rules, found.could_be):
                 found.consider(one, 0.0)
     elif num > 1:
-        _all_walked(found, sources, num)
+        _all_walked(found, sources, num, 0.0)
     return sources
 
 
-def _all_walked(found: _Found, sources: Sequence[Plan], num: int) -> None:
+def _all_walked(found: _Found, sources: Sequence[Plan], num: int, margin: float) -> None:
     refused: list[PlanError] = []
     for plan in sources:
         try:
-            found.consider(walked(plan, num, found.wanted.rules), 0.0)
+            found.consider(walked(plan, num, found.wanted.rules), margin)
         except PlanError as error:
             refused.append(error)
-    if len(refused) == len(sources):
+    if refused and len(refused) == len(sources):
         found.refused = refused[0]
 
 
@@ -234,7 +241,7 @@ def _pipelines(found: _Found, sources: Sequence[Plan]) -> None:
     if not counts or any(layout[0] != B for layout in wanted.pins.values()):
         return
     work = Work.of(wanted.graph, wanted.machine.device)
-    small = sum(1 for _ in wanted.graph.calls()) <= _SMALL
+    small = wanted.is_small
     known: dict[str, Plan | None] = {plan.name: plan for plan in sources}
     ranked: list[tuple[float, str, int]] = []
     for size in counts:
@@ -338,18 +345,18 @@ def _as_stored(wanted: Wanted) -> Plan:
             f"it holds at most {wanted.limit:,} bytes a rank: the least that was found is {held:,}; give a "
             "larger limit, or a batch of other rows"
         )
-    return _concluded(found, None)
+    return _concluded(found, ())
 
 
 # --- the end -------------------------------------------------------------------------------------------
 
 
-def _concluded(found: _Found, spread: Plan | None) -> Plan:
+def _concluded(found: _Found, sources: Sequence[Plan]) -> Plan:
     """The best plan, with what the search for it says of it."""
     best, wanted = found.best, found.wanted
     assert best is not None
     seconds = _predicted(best).seconds
-    bounds = [one.search.bound for one in (best, spread) if one is not None and one.search is not None]
+    bounds = [one.search.bound for one in (best, *sources) if one.search is not None][:1]
     if best.has_stages:  # what a search proves is of plans without stages
         bounds = [Work.of(wanted.graph, wanted.machine.device).at_least(wanted.placement.size, 1, 1)]
     bound = min([*bounds, seconds])

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from monoflow.graph.step_graph import Phase, info_of
-from monoflow.plan import search
+from monoflow.plan import planner, search
+from monoflow.plan.choose import Wanted
 from monoflow.plan.messages import Tables
+from monoflow.plan.plan import Plan
 from monoflow.plan.problem import Choice
 from monoflow.plan.recomputation import Recomputation
 from monoflow.plan.solve import Solved, solve
@@ -35,6 +37,17 @@ def perturbed(seed: int) -> Callable[..., Solved]:
     return solver
 
 
+@pytest.fixture
+def searched_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the search finds is the plan, though a template or a pipeline is faster."""
+
+    def choose(wanted: Wanted) -> Plan:
+        return search.search(wanted.graph, wanted.placement, wanted.machine, wanted.pins, wanted.rules)
+
+    monkeypatch.setattr(planner, "choose", choose)
+
+
+@pytest.mark.usefixtures("searched_only")
 @pytest.mark.parametrize(
     ("name", "grid"), [(name, grid) for name, grid in itertools.product(KINDS, GRIDS) if grid != "2x2"]
 )
@@ -47,6 +60,7 @@ def test_unusual_plans_equal_one_device(
         assert step.plan.predicted is not None and sum(step.plan.predicted.collectives.values()) > 3
 
 
+@pytest.mark.usefixtures("searched_only")
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "dlrm"])
 def test_unusual_plans_on_two_axes_equal_one_device(
     cases: Cases, monkeypatch: pytest.MonkeyPatch, name: str
@@ -56,6 +70,7 @@ def test_unusual_plans_on_two_axes_equal_one_device(
         assert_exact(step.verify(batch_of(KINDS[name]), steps=2))
 
 
+@pytest.mark.usefixtures("searched_only")
 @pytest.mark.parametrize("name", KINDS)
 def test_plans_that_compute_again_equal_one_device(
     cases: Cases, monkeypatch: pytest.MonkeyPatch, name: str
