@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -31,13 +32,15 @@ def in_fewest(
 ) -> Iterator[Plan]:
     """A plan with 2, 4, 8, ... micro-batches, up to the fewest that hold at most `limit` bytes.
 
+    Or to where more of them hold no less: the peak is then not theirs.
+
     Args:
         plan: of the whole batch, to be walked.
         could_be: whether a plan of so many seconds, faster by such a part, is still looked for. More
             micro-batches are slower.
     """
     assert plan.predicted is not None
-    seconds, num = plan.predicted.seconds, 2
+    seconds, held, num = plan.predicted.seconds, math.inf, 2
     rows, parts = rows_of_rank(plan) or (0, 1)
     while num <= rows // parts and could_be(seconds, 0.0):
         try:
@@ -46,6 +49,6 @@ def in_fewest(
             return
         assert made.predicted is not None
         yield made
-        if made.predicted.peak_bytes <= limit:
+        if not limit < made.predicted.peak_bytes < held:
             return
-        seconds, num = made.predicted.seconds, 2 * num
+        seconds, held, num = made.predicted.seconds, made.predicted.peak_bytes, 2 * num
