@@ -9,22 +9,21 @@ the same programs with one thread for all actors (what MONOFLOW_LANES=0 does), w
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from cases import gpt
+from ranks import PROGRAM, Recorder, Told, recorded
 
 import monoflow as flow
 from monoflow.boxing.route import LinkCost
 from monoflow.runtime.actors import Engine
 from monoflow.runtime.messages import without_waiting
+from monoflow.runtime.recorder import Fired
 from monoflow.runtime.trace import (
     COMMUNICATION,
     COMPUTE,
@@ -55,19 +54,14 @@ class Job(NamedTuple):
     repeats: int
 
 
-class Recorder:
+class Numbered(Recorder):
     """Keeps events; steps are numbered by whoever sets `step`."""
 
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.step = 0
+    step = 0
 
-    def record(
-        self, lane: str, kind: str, name: str, rank: int, step: int, time: int, start_ns: int, end_ns: int,
-        num_bytes: int,
-    ) -> None:  # fmt: skip
+    def record(self, fired: Fired) -> None:
         """As `runtime.recorder` says."""
-        self.events.append(Event("gpt", rank, lane, kind, name, self.step, 0, start_ns, end_ns, num_bytes))
+        super().record(fired._replace(step=self.step, time=0))
 
 
 class Run(NamedTuple):
@@ -87,20 +81,7 @@ class Run(NamedTuple):
 
 def run(job: Job) -> tuple[list[Run], list[Run]]:
     """The steps of a job with lanes and without."""
-    context = get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        queue = context.SimpleQueue()
-        processes = [
-            context.Process(target=_rank, args=(rank, folder, job, queue), daemon=True)
-            for rank in range(job.num_ranks)
-        ]
-        for process in processes:
-            process.start()
-        found = [queue.get() for _ in processes]
-        for process in processes:
-            process.join()
-    events = [Event(*one) for events, _ in found for one in events]
-    wirings = [Wiring.from_data(data) for _, data in found]
+    events, wirings = recorded(job.num_ranks, _steps, job)
     by_step: dict[int, list[Event]] = defaultdict(list)
     for event in without_waiting(events, wirings):
         by_step[event.step].append(event)
@@ -122,16 +103,7 @@ def _seconds(events: Sequence[Event], kinds: frozenset[str]) -> float:
     return length(intervals_of(events, kinds)) / 1e9
 
 
-def _rank(rank: int, folder: str, job: Job, queue: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.num_ranks), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=job.num_ranks)
-    queue.put(_recorded(rank, job))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _recorded(rank: int, job: Job) -> tuple[list[tuple], Any]:
+def _steps(rank: int, job: Job) -> Told:
     """What a rank did, even steps with lanes and odd ones without, and its wiring. Every rank calls it."""
     torch.manual_seed(0)
     step, _ = gpt(job.plan, flow.placement("cpu", list(range(job.num_ranks))))
@@ -143,7 +115,7 @@ def _recorded(rank: int, job: Job) -> tuple[list[tuple], Any]:
     assert isinstance(transport, DistTransport)
     placement = compiled.plan.placement
     engines = [Engine(programs, placement, transport, str, lanes=lanes) for lanes in (True, False)]
-    recorder, quiet = Recorder(), Recorder()
+    recorder, quiet = Numbered(), Numbered()
 
     def fire(engine: Engine, told: Recorder) -> None:
         inputs = step._bound(compiled).read((batch,), {})
@@ -153,9 +125,9 @@ def _recorded(rank: int, job: Job) -> tuple[list[tuple], Any]:
         engine.recorder = None
 
     for engine in engines:
-        fire(engine, Recorder())
+        fire(engine, Numbered())
     before = compiled.stats().num_bytes()
-    fire(engines[0], Recorder())
+    fire(engines[0], Numbered())
     sent = compiled.stats().num_bytes() - before
     for number in range(job.repeats):
         transport.link = None
@@ -165,7 +137,7 @@ def _recorded(rank: int, job: Job) -> tuple[list[tuple], Any]:
         for odd, engine in enumerate(engines):
             recorder.step = 2 * number + odd
             fire(engine, recorder)
-    return [tuple(one) for one in recorder.events], Wiring.of("gpt", programs[rank]).as_data()
+    return [tuple(one) for one in recorder.events], Wiring.of(PROGRAM, programs[rank]).as_data()
 
 
 def _link(events: Sequence[Event], part: float, sent: int) -> LinkCost:

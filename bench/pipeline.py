@@ -13,17 +13,15 @@ Bubble Pipeline Parallelism", 2023).
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from ranks import PROGRAM, Recorder, Told, recorded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -132,19 +130,6 @@ class Job(NamedTuple):
     milliseconds: float
 
 
-class Recorder:
-    """Keeps events."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def record(
-        self, lane: str, kind: str, name: str, rank: int, step: int, time: int, start_ns: int, end_ns: int,
-        num_bytes: int,
-    ) -> None:  # fmt: skip
-        self.events.append(Event("gpt", rank, lane, kind, name, step, time, start_ns, end_ns, num_bytes))
-
-
 class Result(NamedTuple):
     """Of a job.
 
@@ -163,20 +148,7 @@ class Result(NamedTuple):
 
 def run(job: Job) -> Result:
     """Runs a job on processes of its own."""
-    context = get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        queue = context.SimpleQueue()
-        processes = [
-            context.Process(target=_rank, args=(rank, folder, job, queue), daemon=True)
-            for rank in range(job.stages)
-        ]
-        for process in processes:
-            process.start()
-        found = [queue.get() for _ in processes]
-        for process in processes:
-            process.join()
-    events = [Event(*one) for events, _ in found for one in events]
-    wirings = [Wiring.from_data(data) for _, data in found]
+    events, wirings = recorded(job.stages, _steps, job)
     return judged(events, wirings)
 
 
@@ -224,16 +196,7 @@ def compiled(job: Job) -> tuple[Any, Tensor]:
     return step, torch.randint(0, VOCABULARY, (job.micro_batches, LENGTH))
 
 
-def _rank(rank: int, folder: str, job: Job, queue: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.stages), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=job.stages)
-    queue.put(recorded(rank, job))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def recorded(rank: int, job: Job) -> tuple[list[tuple], Any]:
+def _steps(rank: int, job: Job) -> Told:
     """What the steps of a rank did, and its wiring. Every rank calls it."""
     step, batch = compiled(job)
     step(batch).item()
@@ -244,7 +207,7 @@ def recorded(rank: int, job: Job) -> tuple[list[tuple], Any]:
         dist.barrier()
         step(batch).item()
     found.engine.recorder = None
-    wiring = Wiring.of("gpt", found.lowered.programs[rank])
+    wiring = Wiring.of(PROGRAM, found.lowered.programs[rank])
     return [tuple(one) for one in recorder.events], wiring.as_data()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from types import TracebackType
 
 import torch
 
@@ -14,9 +13,10 @@ from ..boxing.collectives import AxisMove, Transport, apply_move
 from ..boxing.placed import neutral
 from .accumulate import accumulated
 from .network import Actor, Marking, Member, Network
+from .origin import failing_node
 from .program import Kind, Rate
 from .pulled import Units, folded
-from .recorder import Recorder
+from .recorder import Fired, Recorder
 
 Tensor = torch.Tensor
 #: Describes a failing op of a task for the user: node name -> "module, file:line".
@@ -174,7 +174,7 @@ class Firing:
         for member, made in zip(actor.members, results, strict=True):
             num_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in made)
             name, rank = member.task.name, member.rank
-            recorder.record(str(actor.lane), kind, name, rank, step, time, start, end, num_bytes)
+            recorder.record(Fired(str(actor.lane), kind, name, rank, step, time, start, end, num_bytes))
         return results
 
     def origin(self, actor: Actor) -> str:
@@ -232,7 +232,9 @@ class Firing:
         try:
             return module.forward(given, time) if actor.fires > 1 else module.forward(given)
         except Exception as error:
-            error.add_note(self._origin(actor, time, error.__traceback__))
+            node = failing_node(module, error.__traceback__)
+            told = f": {self.describe(node)}" if node else ""
+            error.add_note(f"in {actor.place}{_when(actor, time)}{told}")
             raise
 
     def _along_time(self, member: Member, time: int) -> AxisMove:
@@ -267,22 +269,6 @@ class Firing:
         if self.placement.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.placement.device_type, torch.accelerator.current_device_index())
-
-    def _origin(self, actor: Actor, time: int, trace: TracebackType | None) -> str:
-        """Task, op, module and the user's line of what failed, by the line of generated code in the trace."""
-        module = actor.task.module(time)
-        line, code = None, type(module).forward.__code__
-        while trace is not None:
-            if trace.tb_frame.f_code is code:
-                line = trace.tb_lineno
-            trace = trace.tb_next
-        where = f"in {actor.place}{_when(actor, time)}"
-        nodes = list(module.graph.nodes)
-        positions = getattr(module, "_lineno_map", None) or {}
-        position = positions.get(line - getattr(module, "_prologue_start", 0)) if line is not None else None
-        if position is None or position >= len(nodes):
-            return where
-        return f"{where}: {self.describe(nodes[position].name)}"
 
 
 def _when(actor: Actor, time: int) -> str:

@@ -29,7 +29,7 @@ import torch
 from ..config import SETTINGS, Settings
 from .clock import Offset
 from .program import Program
-from .recorder import Recorder
+from .recorder import Fired, Recorder
 from .ring import EVENTS, NAMES, Ring
 from .wiring import Wiring
 
@@ -86,20 +86,10 @@ class _Recording:
         self.ring, self.program, self.engine = ring, program, engine
         self.until: int | None = None
 
-    def record(
-        self,
-        lane: str,
-        kind: str,
-        name: str,
-        rank: int,
-        step: int,
-        time: int,
-        start_ns: int,
-        end_ns: int,
-        num_bytes: int,
-    ) -> None:
-        self.ring.add((self.program, rank, lane, kind, name), step, time, start_ns, end_ns, num_bytes)
-        if self.until is not None and step >= self.until and (engine := self.engine()) is not None:
+    def record(self, fired: Fired) -> None:
+        lane, kind, name, rank, *moment = fired
+        self.ring.add((self.program, rank, lane, kind, name), *moment)
+        if self.until is not None and fired.step >= self.until and (engine := self.engine()) is not None:
             engine.recorder = None
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .recorder import Fired
+
 #: Kinds of actors, by the resource that they take.
 COMPUTE = frozenset({"compute", "accumulate", "optimizer"})
 COMMUNICATION = frozenset({"boxing"})
@@ -42,6 +44,12 @@ class Event(NamedTuple):
     start: int
     end: int
     num_bytes: int
+
+    @classmethod
+    def of(cls, program: str, fired: Fired) -> Event:
+        """What a recorder was told, of one of the job's programs."""
+        lane, kind, name, rank, *moment = fired
+        return cls(program, rank, lane, kind, name, *moment)
 
 
 class Interval(NamedTuple):

@@ -1,7 +1,8 @@
 """flow.graph: the decorator and the compiled step, the face that users meet."""
 
 from .checkpoint import checkpointer, load, save
-from .decorator import Step, graph, intercept
+from .decorator import Step, graph
+from .intercept import intercept
 from .materialize import materialize
 from .pending import synchronize
 from .report import Deviation, Report

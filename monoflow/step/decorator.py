@@ -7,10 +7,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,17 +18,14 @@ from torch.utils import _pytree as pytree
 
 from ..checkpoint import Group
 from ..compiler import (
-    AUTO,
     CommStats,
     Compiled,
     Host,
     Library,
     Plan,
-    Role,
     StepGraph,
     Subject,
     World,
-    check_mode,
     compile_step,
     current_world,
     load,
@@ -38,7 +34,6 @@ from ..compiler import (
     subject_of,
     trace,
 )
-from ..config import parse_memory
 from ..errors import CaptureError, FlowError, LayoutError, PlacementError, PlanError
 from ..mesh import Placement
 from ..mesh import placement as make_placement
@@ -46,13 +41,16 @@ from ..sbp.layout import Broadcast, Partial, Sbp, Split
 from ..sbp.random_mode import draw_key
 from ..sbp.vocabulary import parse
 from ..tensor import device_mesh
-from .agree import check_alike, check_same, digest_of, make_alike
+from .agree import check_same, digest_of
 from .binding import Binding
+from .intercept import interception
 from .materialize import fill, fill_attributes, meant_device
+from .options import Options, checked
 from .pending import synchronize
 from .planning import Wish, make_plan
 from .reference import Reference, live_state
 from .report import Report, compare
+from .settle import agree, settle
 from .store import Store
 from .versions import PARTS, Kind, Versions, kind_of
 
@@ -60,29 +58,6 @@ from .versions import PARTS, Kind, Versions, kind_of
 _CAPTURING: ContextVar[str] = ContextVar("step that is captured", default="")
 #: torch traces one function at a time.
 _ONE_CAPTURE = threading.RLock()
-
-
-@dataclass(frozen=True)
-class _Interception:
-    """Devices that steps are to believe in, and who takes their calls."""
-
-    placement: Placement
-    take: Callable[[Step, Sequence[Any], Mapping[str, Any]], NoReturn]
-
-
-_INTERCEPTION: ContextVar[_Interception | None] = ContextVar("who takes calls of steps", default=None)
-
-
-@contextmanager
-def intercept(
-    placement: Placement, take: Callable[[Step, Sequence[Any], Mapping[str, Any]], NoReturn]
-) -> Iterator[None]:
-    """Within: steps are on a placement and do not run: `take(step, args, kwargs)` gets their calls."""
-    token = _INTERCEPTION.set(_Interception(placement, take))
-    try:
-        yield
-    finally:
-        _INTERCEPTION.reset(token)
 
 
 def graph(
@@ -130,25 +105,11 @@ def graph(
         raise CaptureError(
             "write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone"
         )
-    if plan is not None and not isinstance(plan, (str, Path)):
-        raise PlanError(
-            f"plan={plan!r} is no plan; choose auto, data, zero, tensor, pipeline, a product, or a Path"
-        )
-    if placement == "auto":
-        placement = None
-    if placement is not None and not isinstance(placement, Placement):
-        raise PlacementError(
-            f'placement={placement!r} is not a placement; write flow.placement("cpu", {placement!r})'
-        )
-    if batch_stats not in ("global", "local"):
-        raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
+    options = checked(placement, plan, memory, batch_stats, micro_batches, balance, compile)
     subject = subject_of(things)
-    limit = _checked_memory(memory, plan)
-    num = _checked_micro_batches(micro_batches, plan)
-    mode, share = check_mode(compile), _checked_balance(balance, plan)
 
     def decorate(function: Callable) -> Step:
-        return Step(function, subject, placement, plan, limit, batch_stats, num, mode, share)
+        return Step(function, subject, options)
 
     return decorate
 
@@ -160,23 +121,10 @@ class Step:
     results as global tensors (`out.full_tensor()` gathers) when there are several ranks.
     """
 
-    def __init__(
-        self,
-        function: Callable,
-        subject: Subject,
-        placement: Placement | None,
-        plan: str | Path | None,
-        memory: int | None = None,
-        batch_stats: str = "global",
-        micro_batches: int | None = None,
-        mode: str = "off",
-        balance: str = "static",
-    ) -> None:
+    def __init__(self, function: Callable, subject: Subject, options: Options) -> None:
         functools.update_wrapper(self, function)
-        self._function, self._subject = function, subject
-        self._placement, self._plan, self._batch_stats = placement, plan, batch_stats
-        self._memory, self._micro_batches = memory, micro_batches
-        self._mode, self._library, self._balance = mode, Library(), balance
+        self._function, self._subject, self._options = function, subject, options
+        self._library = Library()
         self._pins: dict[str, tuple[Sbp, ...]] = {}
         self._stages: dict[str, int] = {}
         self._versions = Versions(self.name)
@@ -262,7 +210,7 @@ class Step:
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
         """The captured graph for these arguments; reads no values, so meta models do."""
         fill_attributes(self._subject)
-        return trace(self._function, self._subject, args, kwargs, self._batch_stats).graph
+        return trace(self._function, self._subject, args, kwargs, self._options.batch_stats).graph
 
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
         """Compiles for these arguments without running; returns the plan."""
@@ -322,7 +270,7 @@ class Step:
     def ranks(self) -> tuple[int, ...]:
         """The ranks of the job that run the step as processes. Joins them if they are not yet."""
         world = self._world()
-        if world.simulated or _INTERCEPTION.get() is not None:
+        if world.simulated or interception() is not None:
             return (0,)
         return self._devices(world).ranks
 
@@ -343,7 +291,7 @@ class Step:
     @property
     def plan_name(self) -> str | None:
         """The plan, or the path of a saved one, that was asked for; None where monoflow chooses."""
-        return str(self._plan) if self._plan is not None else None
+        return str(self._options.plan) if self._options.plan is not None else None
 
     @property
     def pins(self) -> Mapping[str, tuple[Sbp, ...]]:
@@ -361,17 +309,17 @@ class Step:
         return current_world(self._device_type())
 
     def _device_type(self) -> str:
-        if self._placement is not None:
-            return self._placement.device_type
+        if self._options.placement is not None:
+            return self._options.placement.device_type
         for param in self._subject.params.values():
             return meant_device(param).type
         return "cpu"
 
     def _devices(self, world: World) -> Placement:
-        if (interception := _INTERCEPTION.get()) is not None:
-            return interception.placement
-        if self._placement is not None:
-            return self._placement
+        if (taken := interception()) is not None:
+            return taken.placement
+        if self._options.placement is not None:
+            return self._options.placement
         return make_placement(self._device_type(), range(world.size), axes=("data",))
 
     def _mesh(self, devices: Placement, world: World) -> DeviceMesh | None:
@@ -385,8 +333,8 @@ class Step:
         Args:
             observe: the form whose programs also give out the gradients.
         """
-        if (interception := _INTERCEPTION.get()) is not None:
-            interception.take(self, args, kwargs)
+        if (taken := interception()) is not None:
+            taken.take(self, args, kwargs)
         world = self._world()
         if self._subject.refresh():
             self.forget_compiled()
@@ -411,8 +359,8 @@ class Step:
         if fill(self._subject, self._bound(compiled).store, compiled.plan.inputs, _device(placement)):
             kind = kind_of(world, self._subject, args, kwargs)
         if several:
-            self._agree(compiled, args, kwargs, world.rank)
-        self._settle(compiled, self._bound(compiled).store)
+            agree(compiled, args, kwargs, world.rank)
+        settle(compiled, self._subject, self._bound(compiled).store)
         for old in self._versions.add(kind, compiled):
             self._forget(old)
         if self.begin_loaded_state():  # of more state than was captured
@@ -427,12 +375,10 @@ class Step:
         world: World,
         observe: bool,
     ) -> Compiled:
-        # Statistics of a rank's own rows depend on how the batch is split: not for a search to choose. Nor is
-        # it to find a plan whose ranks meet within a micro-batch that any of them should be able to do.
-        default = AUTO if self._batch_stats == "global" and self._balance == "static" else "data"
+        options = self._options
         wish = Wish(
-            self._placement, self._plan or default, self._memory, self._pins, self._stages,
-            self._micro_batches, self._balance,
+            options.placement, options.plan_or_default, options.memory, self._pins, self._stages,
+            options.micro_batches, options.balance,
         )  # fmt: skip
         before = self._last.plan if self._last is not None else None
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
@@ -448,9 +394,9 @@ class Step:
             kwargs,
             planner=lambda captured: make_plan(captured, wish, devices, world, before, batch),
             host=host,
-            batch_stats=self._batch_stats,
+            batch_stats=options.batch_stats,
             observe=observe,
-            mode=self._mode,
+            mode=options.mode,
             library=self._library,
         )
 
@@ -486,36 +432,6 @@ class Step:
         parts = self._agreed[1] | {"the learning rates": digest_of(rates)}
         check_same(parts, f"call {self.name} differently", devices, rank)
 
-    def _agree(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any], rank: int) -> None:
-        """Sees to it that whole tensors are the same on every rank."""
-        placement, captured = compiled.plan.placement, compiled.captured
-        leaves = [
-            one for one in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(one, torch.Tensor)
-        ]
-        batch = dict(zip(captured.batch_names, leaves, strict=True))
-        check_alike(batch | dict(compiled.plan.graph.constants), placement, rank)
-        live = {name: slot.get() for name, slot in captured.slots.items()}
-        make_alike({name: one for name, one in live.items() if one is not None}, placement, rank)
-
-    def _settle(self, compiled: Compiled, store: Store) -> None:
-        """Brings parameters and state into the plan's storage, and begins state that does not exist yet."""
-        layouts, graph = compiled.plan.inputs, compiled.plan.graph
-        written = {one.replaces for one in graph.outputs}
-        for name, slot in compiled.captured.slots.items():
-            if name in graph.input_of and slot.role is not Role.GRAD:
-                store.settle(slot, layouts[name], name in written)
-        for name, (begins, index, key) in compiled.captured.initial.items():
-            slot = compiled.captured.slots[name]
-            param = self._subject.params[slot.of].detach()
-            meta = graph.input_of[name].meta
-            local = param.to_local() if isinstance(param, DTensor) else param
-            value = begins.value(index, key, local)
-            if tuple(value.shape) == meta.shape or store.is_whole:
-                slot.put(value)
-                store.settle(slot, layouts[name], True)
-            else:
-                slot.put(store.wrapped(value, layouts[name], meta.shape))
-
     def _fill_whole(self) -> None:
         """Gives a lazily built model its memory, whole."""
         world = self._world()
@@ -544,7 +460,7 @@ class Step:
         """The same plan with programs that give out the gradients too, or that do not."""
         if (compiled, observe) not in self._forms:
             ranks, device = list(compiled.lowered.programs), _device(compiled.plan.placement)
-            lowered = lower_step(compiled.plan, ranks, device, observe, self._mode, self._library)
+            lowered = lower_step(compiled.plan, ranks, device, observe, self._options.mode, self._library)
             self._forms[compiled, observe] = load(
                 compiled.captured, lowered, self._mesh(compiled.plan.placement, self._world())
             )
@@ -570,41 +486,6 @@ class Step:
         bound = self._bound(compiled)
         with torch.no_grad():
             return bound.take(compiled.engine.run(bound.read(args, kwargs, key)))
-
-
-def _checked_memory(memory: object, plan: str | Path | None) -> int | None:
-    """Bytes of `memory=`, 0 for no limit. Raises FlowError."""
-    if memory is None:
-        return None
-    limit = parse_memory(memory, "memory=") if isinstance(memory, str) else memory
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise FlowError(f'memory={memory!r} is not a size of memory; write bytes, such as 2**30, or "80GB"')
-    if limit and plan not in (None, AUTO):
-        raise PlanError(
-            f"memory={memory!r} limits what a search may choose, and plan={str(plan)!r} is no search; "
-            "leave out one of them"
-        )
-    return limit
-
-
-def _checked_micro_batches(num: object, plan: str | Path | None) -> int | None:
-    """`micro_batches=` as a number, None for "auto". Raises PlanError."""
-    if num == "auto":
-        return None
-    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-        raise PlanError(f'micro_batches={num!r} is no number of micro-batches; give 1, 2, ... or "auto"')
-    if isinstance(plan, Path):
-        raise PlanError(f"micro_batches={num}: the plan in {plan} says in how many; leave out one of them")
-    return num
-
-
-def _checked_balance(balance: object, plan: str | Path | None) -> str:
-    """`balance=`. Raises PlanError."""
-    if balance not in ("static", "dynamic"):
-        raise PlanError(f'balance={balance!r} is neither "static" nor "dynamic"')
-    if balance == "dynamic" and isinstance(plan, Path):
-        raise PlanError(f"balance={balance!r}: the plan in {plan} says whether; leave out one of them")
-    return str(balance)
 
 
 def _device(placement: Placement) -> torch.device:

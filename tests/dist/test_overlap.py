@@ -13,6 +13,7 @@ from torch import nn
 import monoflow as flow
 from monoflow.boxing import Group
 from monoflow.runtime.messages import messages, most_live
+from monoflow.runtime.recorder import Fired
 from monoflow.runtime.trace import Event
 from monoflow.runtime.transport import DistTransport
 from monoflow.runtime.wiring import Wiring
@@ -27,11 +28,8 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def record(
-        self, lane: str, kind: str, name: str, rank: int, step: int, time: int, start_ns: int, end_ns: int,
-        num_bytes: int,
-    ) -> None:  # fmt: skip
-        self.events.append(Event("p", rank, lane, kind, name, step, time, start_ns, end_ns, num_bytes))
+    def record(self, fired: Fired) -> None:
+        self.events.append(Event.of("p", fired))
 
 
 def trained(plan: str, num_ranks: int, micro_batches: int) -> dict[str, Any]:

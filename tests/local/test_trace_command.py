@@ -25,7 +25,7 @@ from monoflow.config import Settings
 from monoflow.errors import FlowError
 from monoflow.runtime.observe import SNAPSHOT, About, Observer
 from monoflow.runtime.program import Program
-from monoflow.runtime.recorder import Recorder
+from monoflow.runtime.recorder import Fired, Recorder
 from monoflow.runtime.ring import EVENTS, NAMES, Part
 from monoflow.runtime.trace import Event
 from monoflow.runtime.wiring import ActorInfo, RegisterInfo, Wiring
@@ -272,7 +272,7 @@ class Engine:
         for one in events(0, self.num_steps):
             recorder = self.recorder
             if recorder is not None:
-                recorder.record(*one[2:5], one.rank, *one[5:])
+                recorder.record(Fired(*one[2:5], one.rank, *one[5:]))
         self.num_steps += 1
 
 

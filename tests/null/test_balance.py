@@ -21,6 +21,7 @@ from monoflow.runtime.messages import messages
 from monoflow.runtime.network import Marking, Network
 from monoflow.runtime.program import Program, Rate, Task, task_module, verify
 from monoflow.runtime.pulled import Counter, StoreCounter, coordinate_of, folded
+from monoflow.runtime.recorder import Fired
 from monoflow.runtime.trace import Event
 from monoflow.runtime.transport import SimTransport
 from monoflow.runtime.wiring import Wiring
@@ -234,8 +235,8 @@ def test_messages_of_a_trace_are_those_of_as_many_units_as_were_pulled() -> None
     class Recorder:
         events: list[Event] = []  # noqa: RUF012
 
-        def record(self, lane, kind, name, rank, step, time, start_ns, end_ns, num_bytes) -> None:  # type: ignore[no-untyped-def]
-            self.events.append(Event("hand", rank, lane, kind, name, step, time, start_ns, end_ns, num_bytes))
+        def record(self, fired: Fired) -> None:
+            self.events.append(Event.of("hand", fired))
 
     piles = Piles({0: [0, 5, 1, 3], 1: [4, 2]})
     engine = Engine(PROGRAMS, TWO, SimTransport(TWO), str, units=piles)

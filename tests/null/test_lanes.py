@@ -19,6 +19,7 @@ from monoflow.runtime.firing import Firing, Registers
 from monoflow.runtime.lanes import Crew
 from monoflow.runtime.network import Network
 from monoflow.runtime.program import Kind, Program, Rate
+from monoflow.runtime.recorder import Fired
 from monoflow.runtime.transport import SimTransport
 from monoflow.sbp.layout import B, P
 from tests.null.hand_made import Hand, pipeline, pipeline_inputs
@@ -209,19 +210,8 @@ def test_a_recorder_hears_of_every_firing() -> None:
         def __init__(self) -> None:
             self.rows: list[tuple] = []
 
-        def record(
-            self,
-            lane: str,
-            kind: str,
-            name: str,
-            rank: int,
-            step: int,
-            time: int,
-            start_ns: int,
-            end_ns: int,
-            num_bytes: int,
-        ) -> None:
-            self.rows.append((lane, kind, name, rank, step, time, start_ns, end_ns, num_bytes))
+        def record(self, fired: Fired) -> None:
+            self.rows.append(fired)
 
     engine = stream(2, lambda x, time: x + time, lambda x: x * 1, lambda x: x * 1)
     recorder = engine.recorder = Recording()

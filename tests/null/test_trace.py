@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from monoflow.runtime.actors import Engine
 from monoflow.runtime.messages import crossings, fills, held, messages, most_live, waits, without_waiting
+from monoflow.runtime.recorder import Fired
 from monoflow.runtime.ring import EVENTS, NAMES, Ring, read_part
 from monoflow.runtime.trace import (
     Breakdown,
@@ -303,10 +304,8 @@ class Recording:
         self.running: list[tuple[Event, list[tuple[int, str, str, int]]]] = []
         self.engine: Engine | None = None
 
-    def record(self, lane, kind, name, rank, step, time, start_ns, end_ns, num_bytes) -> None:
-        self.events.append(
-            Event("train", rank, lane, str(kind), name, step, time, start_ns, end_ns, num_bytes)
-        )
+    def record(self, fired: Fired) -> None:
+        self.events.append(Event.of("train", fired))
         if self.engine is not None:  # it still fires: its results are not written yet
             self.running.append((self.events[-1], self.engine.running()))
 

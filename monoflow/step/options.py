@@ -1,0 +1,113 @@
+"""What a user asks of a step when it is decorated, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..compiler import AUTO, check_mode
+from ..config import parse_memory
+from ..errors import FlowError, PlacementError, PlanError
+from ..mesh import Placement
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `flow.graph`, which documents them.
+
+    Attributes:
+        placement: the devices; None for all ranks of the job.
+        memory: bytes; 0 for no limit, None for what an accelerator has.
+        micro_batches: None to let the planner choose.
+        mode: of `compile=`.
+    """
+
+    placement: Placement | None
+    plan: str | Path | None
+    memory: int | None
+    batch_stats: str
+    micro_batches: int | None
+    balance: str
+    mode: str
+
+    @property
+    def plan_or_default(self) -> str | Path:
+        """The plan that was asked for, or the default one.
+
+        Statistics of a rank's own rows depend on how the batch is split: not for a search to choose. Nor is
+        it to find a plan whose ranks meet within a micro-batch that any of them should be able to do.
+        """
+        default = AUTO if self.batch_stats == "global" and self.balance == "static" else "data"
+        return self.plan or default
+
+
+def checked(
+    placement: object,
+    plan: object,
+    memory: object,
+    batch_stats: object,
+    micro_batches: object,
+    balance: object,
+    compile: object,
+) -> Options:
+    """The arguments as options.
+
+    Raises:
+        FlowError: one has no meaning, or two exclude each other.
+    """
+    if plan is not None and not isinstance(plan, (str, Path)):
+        raise PlanError(
+            f"plan={plan!r} is no plan; choose auto, data, zero, tensor, pipeline, a product, or a Path"
+        )
+    if placement == "auto":
+        placement = None
+    if placement is not None and not isinstance(placement, Placement):
+        raise PlacementError(
+            f'placement={placement!r} is not a placement; write flow.placement("cpu", {placement!r})'
+        )
+    if batch_stats not in ("global", "local"):
+        raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
+    return Options(
+        placement,
+        plan,
+        _checked_memory(memory, plan),
+        str(batch_stats),
+        _checked_micro_batches(micro_batches, plan),
+        _checked_balance(balance, plan),
+        check_mode(compile),
+    )
+
+
+def _checked_memory(memory: object, plan: str | Path | None) -> int | None:
+    """Bytes of `memory=`, 0 for no limit. Raises FlowError."""
+    if memory is None:
+        return None
+    limit = parse_memory(memory, "memory=") if isinstance(memory, str) else memory
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
+        raise FlowError(f'memory={memory!r} is not a size of memory; write bytes, such as 2**30, or "80GB"')
+    if limit and plan not in (None, AUTO):
+        raise PlanError(
+            f"memory={memory!r} limits what a search may choose, and plan={str(plan)!r} is no search; "
+            "leave out one of them"
+        )
+    return limit
+
+
+def _checked_micro_batches(num: object, plan: str | Path | None) -> int | None:
+    """`micro_batches=` as a number, None for "auto". Raises PlanError."""
+    if num == "auto":
+        return None
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise PlanError(f'micro_batches={num!r} is no number of micro-batches; give 1, 2, ... or "auto"')
+    if isinstance(plan, Path):
+        raise PlanError(f"micro_batches={num}: the plan in {plan} says in how many; leave out one of them")
+    return num
+
+
+def _checked_balance(balance: object, plan: str | Path | None) -> str:
+    """`balance=`. Raises PlanError."""
+    if balance not in ("static", "dynamic"):
+        raise PlanError(f'balance={balance!r} is neither "static" nor "dynamic"')
+    if balance == "dynamic" and isinstance(plan, Path):
+        raise PlanError(f"balance={balance!r}: the plan in {plan} says whether; leave out one of them")
+    return str(balance)
