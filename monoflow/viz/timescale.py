@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 
 _COLUMNS = 240
@@ -17,7 +18,8 @@ class Timescale:
     """
 
     def __init__(self, seconds: Sequence[float], num_columns: int = _COLUMNS) -> None:
-        given = seconds if sum(seconds) > 0 else [1.0] * len(seconds)  # nothing takes time: all take the same
+        has_width = sum(seconds) / num_columns >= sys.float_info.min  # or else all take the same
+        given = seconds if has_width else [1.0] * len(seconds)
         self.total = float(sum(seconds))
         self.num_columns = num_columns
         self.starts = [0.0, *itertools.accumulate(given)]

@@ -58,6 +58,8 @@ def test_a_job_is_traced_though_a_rank_dies(script, run_cli: RunCli, tmp_path: P
     path = script("""
 for _ in range(5):
     train_step(x)
+flow.synchronize()
+torch.distributed.barrier()
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)

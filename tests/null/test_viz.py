@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from monoflow.plan.plan import Plan
@@ -258,6 +258,8 @@ def test_long_steps_keep_their_peak() -> None:
     assert len(shown) == scale.num_columns and shown.count(7777) == 1
 
 
+@example([5e-324], 2)
+@example([1e-322], 40)
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=60), st.integers(1, 40))
 def test_columns_hold_all_items_and_all_time(seconds: list[float], num_columns: int) -> None:
     scale = Timescale(seconds, num_columns)
