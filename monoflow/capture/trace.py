@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -145,20 +144,15 @@ def _refuse_compiled(index: int, model: nn.Module) -> None:
 
 @contextmanager
 def _quiet_python() -> Iterator[None]:
-    """Within: the backward pass runs in the calling thread, where the trace is; no garbage is looked for.
+    """Within: the backward pass runs in the calling thread, where the trace is.
 
-    A trace makes many objects that all stay: collections in between took a sixth of its time. And torch logs
-    no trace of an op that fails on fakes: it raises too.
+    And torch logs no trace of an op that fails on fakes: it raises too.
     """
-    threads, collects = torch.autograd.is_multithreading_enabled(), gc.isenabled()
-    silenced = _FAKE_LOG.disabled
+    threads, silenced = torch.autograd.is_multithreading_enabled(), _FAKE_LOG.disabled
     torch.autograd.set_multithreading_enabled(False)
-    gc.disable()
     _FAKE_LOG.disabled = True
     try:
         yield
     finally:
         _FAKE_LOG.disabled = silenced
         torch.autograd.set_multithreading_enabled(threads)
-        if collects:
-            gc.enable()
