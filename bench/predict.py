@@ -1,8 +1,8 @@
 """Predicted against measured: peak bytes and step seconds of every example under every template.
 
 `python bench/predict.py --help`. Ranks are real processes of this machine; every case is predicted and
-measured by the ranks that run it, so that both see the same machine. Run `monoflow calibrate -n N` before,
-for every number of ranks N.
+measured by the ranks that run it, so that both see the same machine. It is calibrated right before, for as
+many ranks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import monoflow as flow
+from monoflow.cli.calibrate import calibrate
 from monoflow.plan.devices import machine_for
 from monoflow.plan.predict import predict
 from monoflow.runtime.allocations import allocations
@@ -69,6 +70,7 @@ def main(
     ranks: Annotated[str, typer.Option(help="numbers of ranks, with commas")] = "1,2,4",
     steps: Annotated[int, typer.Option(help="steps of a measurement, of which the median counts")] = 15,
     cpu: Annotated[bool, typer.Option(help="seconds of the CPU: for a machine that is not idle")] = False,
+    fresh: Annotated[bool, typer.Option("--calibrate/--no-calibrate", help="measure the machine")] = True,
     out: Annotated[Path | None, typer.Option(help="write the table, in Markdown")] = None,
 ) -> None:
     """Prints predicted and measured peak bytes and step seconds, and their ratios."""
@@ -79,6 +81,8 @@ def main(
     for mesh, plans in MESHES.items():
         size = torch.Size(mesh).numel()
         if str(size) in ranks.split(","):
+            if fresh:
+                calibrate([size], console)
             jobs = [(example, mesh, plan) for example in examples.split(",") for plan in plans]
             rows += on_ranks(size, jobs, steps, cpu)
     console.print(table(rows))

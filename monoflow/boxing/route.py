@@ -113,6 +113,20 @@ def move_bytes(kind: Kind, full_bytes: int, axis_size: int) -> int:
     return -(-others * full_bytes // axis_size)
 
 
+def copied_end(move: Move) -> int | None:
+    """Which of its two tensors a move copies beside sending it: what comes in (0), or what goes out (1).
+
+    Parts along the first dim lie one after the other; those along any other are copied out of the whole, or
+    into it.
+    """
+    if move.kind not in ("all_gather", "reduce_scatter"):
+        return None
+    split = (move.source if move.kind == "all_gather" else move.target)[move.axis]
+    assert isinstance(split, Split), move
+    in_pieces = split.dim > 0 or split.blocks > 1
+    return (1 if move.kind == "all_gather" else 0) if in_pieces else None
+
+
 def axis_price(source: Sbp, target: Sbp, meta: TensorMeta, axis_size: int, link: LinkCost) -> float:
     """Seconds to go from one SBP to another along one axis, when other axes leave the tensor whole."""
     if source == target or axis_size == 1 or meta.numel == 0:

@@ -20,7 +20,7 @@ class PriceTable:
     """Seconds from any to any of some layouts of one tensor; infinite where there is no way.
 
     Args:
-        cut: seconds of a move that only cuts; nothing when left out.
+        copying: seconds that a move copies for, beside what it sends; nothing when left out.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class PriceTable:
         meta: TensorMeta,
         mesh: Sequence[int],
         links: Sequence[LinkCost],
-        cut: Callable[[Move], float] | None = None,
+        copying: Callable[[Move], float] | None = None,
     ) -> None:
         self.layouts = tuple(dict.fromkeys(layouts))
         size = tuple(mesh)
@@ -48,8 +48,8 @@ class PriceTable:
                 if end is None or pads:  # full-size zeros instead of a shard: never worth it
                     continue
                 price = seconds_of(move, meta, links)
-                if cut is not None and move.kind == "slice":
-                    price = cut(move)
+                if copying is not None:
+                    price += copying(move)
                 table[self.position[state], end] = price
         for middle in range(len(states)):
             np.minimum(table, table[:, middle, None] + table[None, middle, :], out=table)

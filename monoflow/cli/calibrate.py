@@ -106,6 +106,7 @@ def report(measured: Calibration) -> RenderableType:
     parts: list[RenderableType] = [head, _ops(device.curves)]
     if measured.links:
         parts.append(_collectives(measured.links))
+        parts.append(f"compute does not feel {device.hiding:.0%} of the seconds of a move beside it")
     return Group(*parts)
 
 

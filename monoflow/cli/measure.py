@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -91,7 +91,12 @@ def measure(device_type: str, extent: Extent | None = None) -> Calibration:
     groups = [n for n in range(2, setting.num_ranks + 1) if setting.num_ranks % n == 0]
     total = len(points) + len(groups)
     curves: dict[str, dict[float, float]] = {}
-    found = timing.points(points, lambda i: _tell(i, total, f"{points[i].key} of {points[i].size}"))
+
+    def tell(number: int, i: int) -> None:
+        again = f", pass {number + 1}" * (number > 0)
+        _tell(i, total, f"{points[i].key} of {points[i].size}{again}")
+
+    found = timing.points(points, tell)
     for point, (amount, seconds) in zip(points, found, strict=True):
         curves.setdefault(point.key, {})[amount] = seconds
     links: dict[int, LinkCost] = {}
@@ -99,16 +104,17 @@ def measure(device_type: str, extent: Extent | None = None) -> Calibration:
         _tell(done, total, f"collectives of {size} ranks")
         links[size] = _link(setting, size, timing, extent.sizes)
     made = {key: Curve.through(found) for key, found in curves.items()}
-    return Calibration(setting, _device(setting, made), links)
+    hiding = _hiding(setting, timing, extent.sizes) if setting.num_ranks > 1 else 0.0
+    return Calibration(setting, _device(setting, made, hiding), links)
 
 
-def _device(setting: Setting, curves: dict[str, Curve]) -> Device:
+def _device(setting: Setting, curves: dict[str, Curve], hiding: float) -> Device:
     """The device that the curves describe, with its rates at the largest sizes."""
     prefix = f"{OpClass.PRODUCT}/"
     flops = {k.removeprefix(prefix): _rate(curve) for k, curve in curves.items() if k.startswith(prefix)}
     stream = curves[OpClass.STREAM]
     memory = memory_of(setting.device_type, setting.num_ranks)
-    return Device(setting.device, flops, _rate(stream), stream.points[0][1], memory, curves)
+    return Device(setting.device, flops, _rate(stream), stream.points[0][1], memory, curves, hiding)
 
 
 def _rate(curve: Curve) -> float:
@@ -129,16 +135,29 @@ def _link(setting: Setting, group_size: int, timing: Timing, sizes: Sequence[int
 
 def _collective(kind: Kind, transport: DistTransport, timing: Timing, sizes: Sequence[int]) -> Curve:
     """Seconds by bytes sent of one kind of move along the inner axis."""
-    where, rank = transport.placement, transport.rank
-    source, target = MOVES[kind]
     points: dict[float, float] = {}
     for numel in sizes:
-        side = math.isqrt(numel) // where.shape[1] * where.shape[1]
-        move = Move(1, source, target, (side, side), where.shape)
-        held = torch.ones(side // where.shape[1] if isinstance(source[1], Split) else side, side)
-        call = partial(apply_move, move, {rank: held.to(timing.device)}, where, transport)
+        move, call = _call(kind, transport, timing, numel)
         points[float(move.num_bytes(torch.float32))] = timing.collective(call)
     return Curve.through(points)
+
+
+def _call(
+    kind: Kind, transport: DistTransport, timing: Timing, numel: int
+) -> tuple[Move, Callable[[], object]]:
+    """A move along the inner axis, and what makes it."""
+    where, rank = transport.placement, transport.rank
+    source, target = MOVES[kind]
+    side = math.isqrt(numel) // where.shape[1] * where.shape[1]
+    move = Move(1, source, target, (side, side), where.shape)
+    held = torch.ones(side // where.shape[1] if isinstance(source[1], Split) else side, side)
+    return move, partial(apply_move, move, {rank: held.to(timing.device)}, where, transport)
+
+
+def _hiding(setting: Setting, timing: Timing, sizes: Sequence[int]) -> float:
+    """The part of an all-reduce of all ranks that compute beside it does not feel."""
+    transport = DistTransport(placement(setting.device_type, [list(range(setting.num_ranks))]), _rank())
+    return timing.hiding(_call("all_reduce", transport, timing, sizes[len(sizes) // 2])[1])
 
 
 def _rank() -> int:

@@ -32,6 +32,7 @@ class Probe:
         sizes: for a CPU rank, ascending.
         large: further sizes for an accelerator.
         dtypes: what to measure it in.
+        of: the class that it stands for, where that is not its op's.
     """
 
     op: Callable
@@ -40,6 +41,7 @@ class Probe:
     large: Sequence[int] = ()
     dtypes: Sequence[torch.dtype] = (torch.float32,)
     keywords: dict[str, Any] = field(default_factory=dict)
+    of: OpClass | None = None
 
     def points(self, device: torch.device) -> Iterator[Point]:
         """Its calls, smallest first."""
@@ -59,7 +61,7 @@ class Point:
 
     @property
     def kind(self) -> OpClass:
-        return class_of(self.probe.op)
+        return self.probe.of or class_of(self.probe.op)
 
     @property
     def key(self) -> str:
@@ -120,6 +122,22 @@ def _convolution_backward(n: int, dtype: torch.dtype, device: torch.device) -> t
     return image, image.clone(), weight, None, *_CONVOLUTION, [True, True, False]
 
 
+def _strided_backward(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    image, weight = _images(n, dtype, device)
+    half = _filled(dtype, device, 8, n, 8, 8)
+    return half, image, weight, None, [2, 2], *_CONVOLUTION[1:], [True, True, False]
+
+
+def _few_rows(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    return _filled(dtype, device, 4, n), _filled(dtype, device, n, n)
+
+
+def _channels(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
+    """Channels of 64 pixels, and a number for each."""
+    count = max(1, n // 256)
+    return _filled(dtype, device, 4, count, 8, 8), _filled(dtype, device, 1, count, 1, 1)
+
+
 def _heads(n: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, ...]:
     """Queries, keys and values of 8 heads and n tokens."""
     return *(_filled(dtype, device, 2, 4, n, 64) for _ in range(3)), None, True, 0.125
@@ -158,9 +176,18 @@ PROBES: tuple[Probe, ...] = (
     Probe(aten.mm.default, _square, (64, 512), (2048,), (torch.float64,)),
     Probe(aten.convolution.default, lambda *s: (*_images(*s), None, *_CONVOLUTION), (8, 16, 32, 64), (256,)),
     Probe(aten.convolution_backward.default, _convolution_backward, (8, 16, 32, 64), (256,)),
+    Probe(
+        aten.convolution_backward.default,
+        _strided_backward,
+        (8, 16, 32, 64),
+        (256,),
+        of=OpClass.STRIDED_BACKWARD,
+    ),
+    Probe(aten.mm.default, _few_rows, (64, 256, 1024, 2048), (8192,), of=OpClass.FACTORS),
     Probe(torch.ops.monoflow.attention.default, _heads, (16, 64, 256), (1024, 4096)),
     Probe(torch.ops.monoflow.attention_backward.default, _heads_backward, (16, 64, 256), (1024, 4096)),
     Probe(aten.add.Tensor, _pair, (*_ELEMENTS, 8 * _KB * _KB), _MANY_ELEMENTS),
+    Probe(aten.mul.Tensor, _channels, (512, *_ELEMENTS[1:]), _MANY_ELEMENTS, of=OpClass.SPREAD),
     Probe(aten._to_copy.default, _mask, _ELEMENTS, _MANY_ELEMENTS, keywords={"dtype": torch.float32}),
     Probe(aten.gelu.default, lambda *s: (_rows(*s),), _ELEMENTS, _MANY_ELEMENTS),
     Probe(aten.sum.dim_IntList, lambda *s: (_rows(*s), [0]), _ELEMENTS, _MANY_ELEMENTS),

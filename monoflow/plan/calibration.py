@@ -23,7 +23,7 @@ from ..config import Settings
 from ..errors import PlanError
 from .cost import Device, Machine
 
-_FORMAT = "monoflow calibration 1"
+_FORMAT = "monoflow calibration 2"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..boxing.route import LinkCost
 from ..graph.step_graph import is_getitem, metas_of, tensor_args
 from ..sbp.layout import Split
 from ..sbp.signature import Signature, TensorMeta
-from .op_class import ARITHMETIC, OpClass, amount_of, class_of, num_flops
+from .op_class import ARITHMETIC, OpClass, amount_of, class_of, num_flops, special_class
 
 _LINK = LinkCost(alpha=1e-6, beta=1e-10, launch=1e-5)
 
@@ -35,6 +35,8 @@ class Device:
         launch: seconds that a call costs whatever its size.
         capacity: bytes of memory.
         curves: what was measured, by class, or "class/dtype" for the classes that do arithmetic.
+        hiding: the part of a move's seconds that compute beside it does not feel, from 0, where moves need
+            what computes, to 1.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Device:
     launch: float
     capacity: int
     curves: Mapping[str, Curve] = field(default_factory=dict)
+    hiding: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,16 @@ def op_seconds(
     amount = amount_of(op, kind, inputs, outputs, args)
     if kind in ARITHMETIC:
         first = next(meta for meta in inputs if meta is not None)
-        return max(_arithmetic(kind, amount, first, device), _streaming(_num_bytes(inputs, outputs), device))
+        special = special_class(kind, inputs, outputs, args)
+        if curve_key(special, first.dtype) in device.curves:
+            kind = special
+        moved = OpClass.FACTORS if kind is OpClass.PRODUCT else OpClass.STREAM
+        return max(
+            _arithmetic(kind, amount, first, device), _streaming(_num_bytes(inputs, outputs), device, moved)
+        )
+    special = special_class(kind, inputs, outputs, args)
+    if special is not kind and special in device.curves:
+        kind, amount = special, amount_of(op, special, inputs, outputs, args)
     curve = device.curves.get(kind)
     if curve is not None:
         return curve.seconds(amount)
@@ -114,8 +126,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _streaming(num_bytes: float, device: Device) -> float:
-    curve = device.curves.get(OpClass.STREAM)
+def _streaming(num_bytes: float, device: Device, kind: OpClass = OpClass.STREAM) -> float:
+    curve = device.curves.get(kind) or device.curves.get(OpClass.STREAM)
     return curve.seconds(num_bytes) if curve is not None else device.launch + num_bytes / device.bandwidth
 
 

@@ -23,9 +23,12 @@ class OpClass(StrEnum):
     PRODUCT = "product"  # FLOPs
     CONVOLUTION = "convolution"  # FLOPs
     CONVOLUTION_BACKWARD = "convolution_backward"  # FLOPs
+    STRIDED_BACKWARD = "strided_convolution_backward"  # FLOPs: of a convolution whose stride is not 1
     ATTENTION = "attention"  # FLOPs
     ATTENTION_BACKWARD = "attention_backward"  # FLOPs
     STREAM = "stream"  # bytes: pointwise arithmetic and copies
+    FACTORS = "factors"  # bytes that a product of few rows reads and writes
+    SPREAD = "spread"  # elements: pointwise with a tensor of which one element goes with many in a row
     CONVERT = "convert"  # elements: another dtype, comparisons, choices by a mask
     TRANSCENDENTAL = "transcendental"  # elements
     REDUCTION = "reduction"  # bytes
@@ -45,6 +48,7 @@ ARITHMETIC = frozenset(
         OpClass.PRODUCT,
         OpClass.CONVOLUTION,
         OpClass.CONVOLUTION_BACKWARD,
+        OpClass.STRIDED_BACKWARD,
         OpClass.ATTENTION,
         OpClass.ATTENTION_BACKWARD,
     }
@@ -107,6 +111,22 @@ def class_of(op: Callable) -> OpClass:
     return _CLASS_OF.get(name, OpClass.STREAM)
 
 
+def special_class(kind: OpClass, inputs: Metas, outputs: Metas, args: Sequence[Any]) -> OpClass:
+    """The class of a call of which others of its class cost much less; its own if it is none of these."""
+    if kind is OpClass.CONVOLUTION_BACKWARD:
+        strides = args[4] if len(args) > 4 and isinstance(args[4], (list, tuple)) else ()
+        return OpClass.STRIDED_BACKWARD if any(one != 1 for one in strides) else kind
+    result = outputs[0] if outputs and kind in (OpClass.STREAM, OpClass.CONVERT) else None
+    spreads = result is not None and any(_is_spread(one.shape, result.shape) for one in _present(inputs))
+    return OpClass.SPREAD if spreads else kind
+
+
+def _is_spread(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Whether one element of several goes with many of the result's in a row."""
+    several = any(extent > 1 for extent in shape)
+    return several and len(result) >= len(shape) > 0 and shape[-1] == 1 < result[-1]
+
+
 def amount_of(op: Callable, kind: OpClass, inputs: Metas, outputs: Metas, args: Sequence[Any] = ()) -> float:
     """How much of its class' work one call is.
 
@@ -118,7 +138,7 @@ def amount_of(op: Callable, kind: OpClass, inputs: Metas, outputs: Metas, args: 
         return num_flops(kind, inputs, outputs, args)
     if kind is OpClass.FREE:
         return 0.0
-    if kind in (OpClass.CONVERT, OpClass.TRANSCENDENTAL, OpClass.SOFTMAX, OpClass.RANDOM):
+    if kind in (OpClass.CONVERT, OpClass.SPREAD, OpClass.TRANSCENDENTAL, OpClass.SOFTMAX, OpClass.RANDOM):
         return float(sum(meta.numel for meta in _present(outputs)))
     if kind in (OpClass.POOL, OpClass.SORT):
         return float(max((meta.numel for meta in (*_present(inputs), *_present(outputs))), default=0))
@@ -137,7 +157,7 @@ def num_flops(kind: OpClass, inputs: Metas, outputs: Metas, args: Sequence[Any] 
         return _product_flops(inputs, outputs)
     if kind is OpClass.CONVOLUTION:
         return _convolution_flops(inputs[:2], outputs[0], args[6] if len(args) > 6 else False)
-    if kind is OpClass.CONVOLUTION_BACKWARD:
+    if kind in (OpClass.CONVOLUTION_BACKWARD, OpClass.STRIDED_BACKWARD):
         once = _convolution_flops(inputs[1:3], first, args[7] if len(args) > 7 else False)
         return once * sum(meta is not None for meta in outputs[:2])
     # Attention: queries (..., Tq, D), keys (..., Tk, D), values (..., Tk, Dv). Two products, five backward; a

@@ -44,7 +44,9 @@ def test_ranks_measure_together_and_agree(run_ranks: RunRanks, tmp_path: Path) -
         sent = [amount for amount, _ in dict(link.curves)["all_reduce"].points]
         assert sent == [2 * (size - 1) / size * numel * 4 for numel in SHORT.sizes]
         assert link.seconds("all_gather", 10**8) > link.seconds("all_gather", 10**6) > 0
-    assert set(found.device.curves) == {"stream", "product/float32", "product/bfloat16", "product/float64"}
+    products = {f"product/{one}" for one in ("float32", "bfloat16", "float64")}
+    assert set(found.device.curves) == {"stream", "factors", *products}
+    assert 0 <= found.device.hiding <= 1
 
 
 def test_one_rank_measures_every_class() -> None:

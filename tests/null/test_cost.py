@@ -70,6 +70,31 @@ def test_attention_counts_two_products_forward_and_five_backward() -> None:
     assert amount(backward, inputs, [query, key, value]) == 2 * pairs * (3 * 16 + 2 * 32)
 
 
+def test_calls_that_cost_more_than_their_class_have_their_own_where_it_was_measured() -> None:
+    from_class = {"stream": Curve(((1.0, 1.0),)), "spread": Curve(((1.0, 5.0),))}
+    curves = from_class | {
+        "convolution_backward/float32": Curve(((1.0, 1.0),)),
+        "strided_convolution_backward/float32": Curve(((1.0, 7.0),)),
+        "product/float32": Curve(((1.0, 1e-9),)),
+        "factors": Curve(((1.0, 3.0),)),
+    }
+    device = Device("", {"float32": 1.0}, 1.0, 0.0, 1, curves)
+    image, channels, row = meta(2, 3, 8, 8), meta(3, 1, 1), meta(8)
+    for op in (aten.mul.Tensor, aten.add.Tensor):
+        assert op_seconds(op, [image, channels], [image], device) == 5 * image.numel
+        assert op_seconds(op, [image, row], [image], device) == image.num_bytes * 2 + row.num_bytes
+        assert op_seconds(op, [image, meta()], [image], device) == image.num_bytes * 2 + 4
+    weight = meta(3, 3, 3, 3)
+    for stride, factor in (([1, 1], 1), ([2, 2], 7)):
+        flags = (None, stride, [1, 1], [1, 1], False, [0, 0], 1, [True, True, False])
+        args, grads = (image, image, weight, *flags), [image, weight, None]
+        flops = amount(aten.convolution_backward.default, [image, image, weight], grads, args)
+        found = op_seconds(aten.convolution_backward.default, [image, image, weight], grads, device, args)
+        assert found == factor * flops
+    few = [meta(4, 64), meta(64, 64)]
+    assert op_seconds(aten.mm.default, few, [meta(4, 64)], device) == 3 * 4 * (2 * 4 * 64 + 64 * 64)
+
+
 def test_what_moves_memory_counts_its_bytes() -> None:
     one = meta(4, 8)
     assert amount(aten.add.Tensor, [one, one], [one]) == 3 * 4 * 8 * 4
