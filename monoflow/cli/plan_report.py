@@ -52,7 +52,7 @@ def report(done: Planned) -> RenderableType:
         over = size(predicted.peak_bytes - done.limit)
         parts.append(f"[bold red]it does not fit: {over} more than {size(done.limit)}")
     if plan.search is not None:
-        parts.append(f"by these prices no plan is more than {plan.search.gap:.1%} faster")
+        parts.append(f"by these prices no plan is more than {plan.search.gap:.1%} faster before moves hide")
     if done.others:
         parts += ["", _compared(done)]
     if plan.unruled:

@@ -31,8 +31,8 @@ from .pipelines import (
     staged_plan,
 )
 from .plan import Plan, Search
-from .predict import Prediction
-from .search import search
+from .predict import Prediction, predict
+from .search import gap_of, search
 from .stages import repeated_layers
 from .template import TEMPLATES, Pins
 
@@ -108,8 +108,15 @@ class _Found:
         """Takes a plan that fits and is faster by a margin."""
         predicted = _predicted(plan)
         name = f"{plan.name}, {plan.micro_batches} micro-batches" if plan.has_time else plan.name
+        name += ", frugal" * plan.is_frugal
         self.tried[name] = predicted.seconds, predicted.peak_bytes
-        if not self.wanted.fits(plan) or not self.could_be(predicted.seconds, margin):
+        if not self.wanted.fits(plan):
+            if plan.is_frugal or not plan.overlaps:
+                return False
+            assert plan.machine is not None
+            frugal = replace(plan, is_frugal=True)
+            return self.consider(replace(frugal, predicted=predict(frugal, plan.machine)), margin)
+        if not self.could_be(predicted.seconds, margin):
             return False
         self.best = plan
         return True
@@ -312,7 +319,7 @@ def _estimate(plan: Plan, size: int, num: int) -> float:
         for kind, seconds in kinds.items():
             shared = seconds / size * (size < plan.placement.shape[0])
             total += shared if kind == outer else seconds * bubble
-    return total
+    return total - _predicted(plan).hidden
 
 
 def _as_stored(wanted: Wanted) -> Plan:
@@ -355,12 +362,12 @@ def _concluded(found: _Found, sources: Sequence[Plan]) -> Plan:
     """The best plan, with what the search for it says of it."""
     best, wanted = found.best, found.wanted
     assert best is not None
-    seconds = _predicted(best).seconds
+    predicted = _predicted(best)
     bounds = [one.search.bound for one in (best, *sources) if one.search is not None][:1]
     if best.has_stages:  # what a search proves is of plans without stages
         bounds = [Work.of(wanted.graph, wanted.machine.device).at_least(wanted.placement.size, 1, 1)]
-    bound = min([*bounds, seconds])
-    gap = 1 - bound / seconds if seconds > 0 else 0.0
+    bound = min([*bounds, predicted.seconds + predicted.hidden])
+    gap = gap_of(predicted, bound)
     name = best.name if best.has_stages or not best.has_time else "auto"
     return replace(best, name=name, search=Search(bound, gap, found.tried, wanted.limit))
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _LETTERS: Mapping[type, str] = {Split: "S", Partial: "P", Broadcast: "B", At: "At"}
-_FORMAT = 5
+_FORMAT = 6
 
 #: The name of the axis of micro-batches.
 TIME_AXIS = "time"
@@ -45,8 +45,9 @@ class Search:
     """How a plan was found.
 
     Attributes:
-        bound: no plan for this graph and mesh takes fewer seconds by the same prices, as far as was proven.
-        gap: how far the plan may be above that, relative to its own seconds.
+        bound: no plan for this graph and mesh takes fewer seconds by the same prices when nothing is hidden,
+            as far as was proven.
+        gap: how far the plan may be above that, relative to its own seconds with all its moves.
         tried: other plans that were considered: name -> predicted seconds, and bytes at the peak.
         limit: bytes that a rank may hold; 0 for no limit.
     """
@@ -77,6 +78,7 @@ class Plan:
         micro_batches: in how many the batch is walked. With several, "time" is the innermost axis of the
             mesh: of so many coordinates, which every rank goes through one after the other.
         is_pulled: whether ranks pull micro-batches, their own or another's, as they are free (see `balance`).
+        is_frugal: whether nothing is held a while longer so that moves can hide behind compute.
     """
 
     graph: StepGraph
@@ -93,6 +95,7 @@ class Plan:
     predicted: Prediction | None = None
     micro_batches: int = 1
     is_pulled: bool = False
+    is_frugal: bool = False
 
     @property
     def has_time(self) -> bool:
@@ -128,13 +131,8 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether moves run beside compute, which holds more; where bytes are limited, stages alone do."""
-        return self.placement.size > 1 and (not self.is_limited or self.has_stages)
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether the plan was sought under a limit of bytes."""
-        return self.search is not None and bool(self.search.limit)
+        """Whether moves run beside compute, which holds more; of frugal plans, only those with stages do."""
+        return self.placement.size > 1 and (not self.is_frugal or self.has_stages)
 
     @property
     def links(self) -> tuple[LinkCost, ...] | None:
@@ -219,6 +217,7 @@ class Plan:
             "name": self.name,
             "micro_batches": self.micro_batches,
             "is_pulled": self.is_pulled,
+            "is_frugal": self.is_frugal,
             "placement": {
                 "device_type": self.placement.device_type,
                 "ranks": self.placement.ranks,
@@ -312,6 +311,7 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
         ),
         micro_batches=data["micro_batches"],
         is_pulled=data["is_pulled"],
+        is_frugal=data["is_frugal"],
     )
 
 

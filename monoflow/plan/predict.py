@@ -1,7 +1,7 @@
 """What a plan will cost, before it runs: seconds, bytes sent, and memory at every point in time.
 
-It walks the very schedule that is lowered, on the shapes of a rank with the largest shards. Compute and
-communication take turns in today's runtime, so the step's seconds are their sum, less what is `hidden`.
+It walks the very schedule that is lowered, on the shapes of a rank with the largest shards. A step takes the
+seconds of its compute and its moves, less what is `hidden`: moves run on lanes of their own, beside compute.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..boxing.route import move_bytes
+from ..boxing.route import copied_end, move_bytes
 from ..graph.step_graph import Phase, StepGraph
 from ..sbp.signature import TensorMeta
 from .cost import Machine, op_seconds
 from .facts import Facts, facts_of
+from .hiding import hidden
 from .memory import CATEGORIES, LocalShapes, Timeline, Walk
 from .op_class import ARITHMETIC, class_of
 from .parts import Parts
@@ -138,17 +139,19 @@ def predict(
     if coordinate is not None or not parts.axes:
         whose = coordinate or (0,) * plan.placement.num_axes
         walk = Walk(plan, parts.of(whose), LocalShapes(plan, facts, coordinate), plan.overlaps)
-        return _of_rank(plan, walk, item_costs(plan, walk, prices))
+        costs = item_costs(plan, walk, prices)
+        return _of_rank(plan, walk, costs, _hidden(plan, walk, costs, machine))
     walks = {
         parts.key(at): Walk(plan, parts.of(at), LocalShapes(plan, facts, at), plan.overlaps)
         for at in parts.stages(plan.placement.shape)
     }
     costs = {stage: item_costs(plan, walk, prices) for stage, walk in walks.items()}
-    each = {stage: _of_rank(plan, walk, costs[stage]) for stage, walk in walks.items()}
+    hides = {stage: _hidden(plan, walk, costs[stage], machine) for stage, walk in walks.items()}
+    each = {stage: _of_rank(plan, walk, costs[stage], hides[stage]) for stage, walk in walks.items()}
     once = {
         stage: [
-            one.seconds / (plan.micro_batches if item.walked else 1)
-            for item, one in zip(walk.made.items, costs[stage], strict=True)
+            (one.seconds - less) / (plan.micro_batches if item.walked else 1)
+            for item, one, less in zip(walk.made.items, costs[stage], hides[stage], strict=True)
         ]
         for stage, walk in walks.items()
     }
@@ -195,7 +198,18 @@ class _Cost(NamedTuple):
     times: int = 1
 
 
-def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
+def _hidden(plan: Plan, walk: Walk, costs: Sequence[_Cost], machine: Machine) -> list[float]:
+    """Of every item, the seconds of a step that it takes beside compute without holding that up."""
+    part = machine.device.hiding
+    if not part or not plan.overlaps:
+        return [0.0] * len(costs)
+    items = walk.made.items
+    times = [plan.micro_batches if item.walked else 1 for item in items]
+    once = [one.seconds / count for one, count in zip(costs, times, strict=True)]
+    return [part * one * count for one, count in zip(hidden(items, once), times, strict=True)]
+
+
+def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost], hides: Sequence[float]) -> Prediction:
     memory = walk.swept()
     spent: dict[str, dict[str, float]] = {}
     sent = dict.fromkeys(plan.placement.axes, 0)
@@ -207,13 +221,12 @@ def _of_rank(plan: Plan, walk: Walk, costs: Sequence[_Cost]) -> Prediction:
             sent[one.kind] += one.sent
         if one.collective:
             collectives[one.collective] += one.times
-    hidden = 0.0  # one thread runs everything; what overlaps is taken off here once lanes do
-    total = sum(seconds for by_kind in spent.values() for seconds in by_kind.values()) - hidden
+    total = sum(seconds for by_kind in spent.values() for seconds in by_kind.values()) - sum(hides)
     at = memory.peak
     return Prediction(
         seconds=total,
         seconds_by=spent,
-        hidden=hidden,
+        hidden=sum(hides),
         peak_bytes=memory.peak_bytes,
         peak_at=at,
         peak_item=_described(walk.made.items[at]) if at >= 0 else "",
@@ -263,9 +276,15 @@ def _cost(plan: Plan, walk: Walk, position: int, prices: Prices) -> _Cost:
     sent = num_bytes if item.gives or kind != "send" else 0
     if position != walk.first_of[position]:  # it goes with the first of its bundle, which takes the time
         return _Cost(phase, plan.placement.axes[axis], 0.0, sent)
-    together = walk.made.items[position : walk.last_of[position] + 1]
-    total = sum(_sent_bytes(one, walk.shapes) for one in together if isinstance(one, Box))
+    members = range(position, walk.last_of[position] + 1)
+    together = [one for number in members if isinstance(one := walk.made.items[number], Box)]
+    total = sum(_sent_bytes(one, walk.shapes) for one in together)
     seconds = prices.machine.on(plan.placement.num_axes).links[axis].seconds(kind, total)
+    # What links of a shipped table achieve is of whole collectives; what was measured is along the first dim.
+    for one, number in zip(together, members, strict=True) if prices.machine.device.curves else ():
+        end = copied_end(one.move)
+        metas = walk.metas[number][end] if end is not None else ()
+        seconds += prices.op(_COPY, metas, metas, ()) if metas else 0.0
     return _Cost(phase, plan.placement.axes[axis], seconds, sent, kind)
 
 

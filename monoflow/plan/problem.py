@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ..boxing.route import Move
+from ..boxing.route import Move, copied_end
 from ..boxing.table import PriceTable
 from ..graph.step_graph import Phase, Role, StepGraph, info_of, is_getitem, source_of
 from ..mesh import Placement
@@ -116,6 +116,7 @@ class Problem:
         self.variable: dict[fx.Node, int] = {}
         self.unary: list[np.ndarray] = []
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
+        self.beside: dict[tuple[int, int], np.ndarray] = {}  # of these, moves that compute may hide
         self.hubs: list[Hub] = []
         self.edges: list[Edge] = []
         self._layouts = self._layouts_by_meta()
@@ -123,9 +124,20 @@ class Problem:
         self._seconds: dict[tuple, float] = {}
         self._build()
 
-    def tables(self) -> Tables:
-        """The costs, in seconds."""
-        return Tables(tuple(self.unary), tuple((a, b, table) for (a, b), table in self.pairs.items()))
+    def tables(self, hidden: float = 0.0) -> Tables:
+        """The costs, in seconds.
+
+        Args:
+            hidden: the part that does not count of moves that `overlap.py` lets run beside compute: of
+                parameters, and of what updates alone read.
+        """
+        pairs = self.pairs
+        if hidden:
+            pairs = {
+                key: table - hidden * self.beside[key] if key in self.beside else table
+                for key, table in pairs.items()
+            }
+        return Tables(tuple(self.unary), tuple((a, b, table) for (a, b), table in pairs.items()))
 
     # --- variables ---------------------------------------------------------------------------------
 
@@ -213,17 +225,19 @@ class Problem:
         for group, members in groups.items():
             own = results if not is_param or group == Phase.UPDATE or not reads else []
             giver, given = self.variable[value[0]], self.labels.given(value)
+            hides = is_param or all(info_of(read.node).phase is Phase.UPDATE for read in members)
             if len(members) + len(own) > 1 and set(given) != {self.whole}:
                 layouts = self._hub_layouts(value, members, given)
                 hub = self._add(np.zeros(len(layouts)))
                 self.hubs.append(Hub(value, hub, tuple(layouts), giver, tuple(given), group))
-                self._pair(giver, hub, count * self._moves(value, given, layouts))
+                self._pair(giver, hub, count * self._moves(value, given, layouts), hides)
                 giver, given = hub, layouts
             for read in members:
                 self.edges.append(Edge(value, giver, tuple(given), read.node, read.positions))
-                self._pair(giver, self.variable[read.node], read.count * self._bring(value, given, read))
+                cost = read.count * self._bring(value, given, read)
+                self._pair(giver, self.variable[read.node], cost, hides)
             for name in own:
-                self._hand_out(giver, given, value, name)
+                self._hand_out(giver, given, value, name, hides)
 
     def _hub_layouts(self, value: Value, reads: Sequence[_Read], given: Sequence[NdSbp]) -> list[NdSbp]:
         wanted = [one for read in reads for at in read.positions for one in self.labels.wanted(read.node, at)]
@@ -241,11 +255,12 @@ class Problem:
             columns.append(self._moves(value, given, list(distinct)).sum(1))
         return np.stack(columns, 1)
 
-    def _hand_out(self, giver: int, given: Sequence[NdSbp], value: Value, name: str) -> None:
+    def _hand_out(self, giver: int, given: Sequence[NdSbp], value: Value, name: str, hides: bool) -> None:
         """What it costs to hand out an output, or to store it as the input that it replaces."""
         if name in self.stored_as:
             owner = self.folding.first[self.stored_as[name]]
-            self._pair(giver, self.variable[owner], self._moves(value, given, self.labels.given((owner, 0))))
+            moves = self._moves(value, given, self.labels.given((owner, 0)))
+            self._pair(giver, self.variable[owner], moves, hides)
         else:
             targets = [self._handed_out(name, one) for one in given]
             table = self._moves(value, given, targets)
@@ -255,7 +270,12 @@ class Problem:
         fixed = self.goal.outputs.get(name)
         return fixed or tuple(B if isinstance(one, Partial) else one for one in given)
 
-    def _pair(self, a: int, b: int, table: np.ndarray) -> None:
+    def _pair(self, a: int, b: int, table: np.ndarray, hides: bool = False) -> None:
+        if hides and a != b:
+            key, part = ((a, b), table) if a < b else ((b, a), table.T)
+            part = np.where(part < _NEVER, part, 0.0)
+            if part.any():
+                self.beside[key] = self.beside[key] + part if key in self.beside else part
         table = np.minimum(table, _NEVER)
         if a == b:
             self.unary[a] = self.unary[a] + np.diagonal(table)
@@ -294,17 +314,21 @@ class Problem:
             layouts = {**self._layouts[meta], self.whole: None}
             handed = {tuple(B if isinstance(a, Partial) else a for a in one): None for one in layouts}
             self._prices[key] = PriceTable(
-                {**layouts, **handed}, meta, self.mesh, self.machine.links, partial(self._cutting, *key)
+                {**layouts, **handed}, meta, self.mesh, self.machine.links, partial(self._copying, *key)
             )
         return self._prices[key].between(sources, targets)
 
-    def _cutting(self, meta: TensorMeta, contiguous: bool, move: Move) -> float:
-        """Seconds to cut a tensor: what is not contiguous afterwards is copied."""
-        one = move.target[move.axis]
-        assert isinstance(one, Split)
-        if contiguous and one.dim == 0 and one.blocks == 1:
+    def _copying(self, meta: TensorMeta, contiguous: bool, move: Move) -> float:
+        """Seconds for copies: what is not contiguous when it is cut, and what a collective copies."""
+        if move.kind == "slice":
+            one = move.target[move.axis]
+            assert isinstance(one, Split)
+            end = None if contiguous and one.dim == 0 and one.blocks == 1 else 1
+        else:
+            end = copied_end(move) if self.machine.device.curves else None
+        if end is None:
             return 0.0
-        piece = self._cut(meta, move.target)
+        piece = self._cut(meta, move.target if end else move.source)
         return op_seconds(_COPY, (piece,), (piece,), self.machine.device)
 
     # --- what a choice means -----------------------------------------------------------------------

@@ -61,7 +61,7 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
         items = in_time(plan, maker.facts, items, leaving)
     if plan.is_pulled:
         items = pulled(plan, items, maker.facts, inputs, leaving)
-    if plan.has_stages and not plan.is_limited:
+    if plan.has_stages and not plan.is_frugal:
         items = sends_first(items)
     if plan.overlaps:
         items = overlapped(

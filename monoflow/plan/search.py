@@ -43,6 +43,7 @@ log = stage_logger("plan")
 _ROUNDS = 8  # of pricing, and of fitting one plan into a limit
 _MOMENTS = 12  # that a limit is held at, a round
 _NEARLY = 0.02  # what one form of the graph costs more by its tables may be less by its schedule
+_MOSTLY = 0.9  # of what may be hidden is: what else it takes is worth something still
 _DEAR = 1e4  # steps that a rank would rather wait than hold twice the limit
 
 
@@ -85,7 +86,29 @@ class Space:
         """The best choices without a limit."""
         return solve(self.tables, self.components)
 
-    def candidate(self, choice: Choice, name: str, dropped: frozenset[str] = frozenset()) -> Candidate:
+    @cached_property
+    def fastest_beside(self) -> Solved | None:
+        """The best choices without a limit if compute hides all moves that it may; None if it hides none."""
+        hiding = self.machine.device.hiding
+        if not hiding or not self.problem.beside:
+            return None
+        tables = self.problem.tables(_MOSTLY * hiding)
+        return solve(tables, self.components, starts=[self.fastest.choices])
+
+    def unlimited(self, name: str) -> Iterator[Candidate]:
+        """The fastest plans without a limit: of moves that count in full, and of moves that are hidden."""
+        yield self.candidate(self.problem.choice(self.fastest.choices), name)
+        beside = self.fastest_beside
+        if beside is not None and beside.choices != self.fastest.choices:
+            yield self.candidate(self.problem.choice(beside.choices), f"{name} beside compute")
+
+    def candidate(
+        self,
+        choice: Choice,
+        name: str,
+        dropped: frozenset[str] = frozenset(),
+        is_frugal: bool = False,
+    ) -> Candidate:
         """The plan that a choice means, with some ops computed again in backward."""
         again: tuple[Rewrite, ...] = (("recompute", tuple(sorted(dropped))),) if dropped else ()
         graph = rewritten(self.graph, again, self.rules)
@@ -110,6 +133,7 @@ class Space:
             self.machine,
             fingerprint(self.captured),
             self.rewrites + again,
+            is_frugal=is_frugal,
         )
         return Candidate(name, plan, predict(plan, self.machine, prices=None if dropped else self.prices))
 
@@ -118,11 +142,17 @@ class Space:
     def within(self, limit: int) -> Iterator[tuple[Candidate, float]]:
         """Plans under a limit of bytes (and, where none is found, the smallest), each with a lower bound."""
         solved = self.fastest
-        plain = self.candidate(self.problem.choice(solved.choices), "fastest")
-        yield plain, solved.bound
+        bound = solved.bound
+        fits = False
+        for one in self.unlimited("fastest"):
+            yield one, bound
+            fits = fits or one.predicted.peak_bytes <= limit
+        if fits:
+            return
+        plain = self.candidate(self.problem.choice(solved.choices), "fastest, frugal", is_frugal=True)
+        yield plain, bound
         if plain.predicted.peak_bytes <= limit:
             return
-        bound = solved.bound
         yield self.fitted(solved, limit), bound
         excess = dict(self._excess(plain, limit))
         columns: dict[tuple[int, ...], None] = {solved.choices: None}
@@ -158,7 +188,7 @@ class Space:
     def fitted(self, solved: Solved, limit: int) -> Candidate:
         """A choice's plan with as little recomputation as fits the limit; else the one that holds least."""
         choice = self.problem.choice(solved.choices)
-        found = least = self.candidate(choice, "sharded")
+        found = least = self.candidate(choice, "sharded", is_frugal=True)
         if found.predicted.peak_bytes <= limit:
             return found
         recomputation = Recomputation(self.problem, self.spans, choice)
@@ -173,7 +203,7 @@ class Space:
             if cheapest[0] == dropped:
                 break
             dropped = cheapest[0]
-            found = self.candidate(choice, "recomputed", dropped)
+            found = self.candidate(choice, "recomputed", dropped, is_frugal=True)
             if found.predicted.peak_bytes < least.predicted.peak_bytes:
                 least = found
             if found.predicted.peak_bytes <= limit:
@@ -262,6 +292,8 @@ def _searched(spaces: Sequence[Space], limit: int, others: Sequence[Plan]) -> tu
     for plan in others:
         assert plan.predicted is not None
         consider(Candidate(plan.name, plan, plan.predicted))
+        if limit and plan.predicted.peak_bytes > limit:
+            consider(_at_pace(plan, f"{plan.name}, frugal", is_frugal=True))
     least = min(space.fastest.cost for space in spaces)
     for space in spaces:
         if limit:
@@ -272,15 +304,31 @@ def _searched(spaces: Sequence[Space], limit: int, others: Sequence[Plan]) -> tu
         else:
             bounds.append(space.fastest.bound)
             if space.fastest.cost <= least * (1 + _NEARLY):
-                consider(space.candidate(space.problem.choice(space.fastest.choices), "auto"))
+                for one in space.unlimited("auto"):
+                    consider(one)
         log.info("searched %d classes of nodes: bound %.4g s", space.problem.folding.num_classes, bounds[-1])
     assert smallest is not None
     if best is None:
         return None, smallest
+    if best.plan.is_frugal:
+        consider(_at_pace(best.plan, best.name.removesuffix(", frugal"), is_frugal=False))
     bound = min(bounds)
-    gap = max(0.0, 1 - bound / best.predicted.seconds) if best.predicted.seconds > 0 else 0.0
+    gap = gap_of(best.predicted, bound)
     made = replace(best.plan, search=Search(bound, gap, tried, limit), predicted=best.predicted)
     return made, smallest
+
+
+def gap_of(predicted: Prediction, bound: float) -> float:
+    """How far a plan may be above a bound, relative to its own seconds; what it hides counts for both."""
+    seconds = predicted.seconds + predicted.hidden
+    return max(0.0, 1 - bound / seconds) if seconds > 0 else 0.0
+
+
+def _at_pace(plan: Plan, name: str, is_frugal: bool) -> Candidate:
+    """A plan with its moves as near to what needs them as can be, or with room to hide them."""
+    assert plan.machine is not None
+    made = replace(plan, is_frugal=is_frugal)
+    return Candidate(name, made, predict(made, plan.machine))
 
 
 def _forms(

@@ -279,8 +279,8 @@ def test_of_what_does_not_fit_the_least_is_kept(monkeypatch: pytest.MonkeyPatch)
     candidate, fitted = Space.candidate, Space.fitted
     kept: list[tuple[int, int]] = []
 
-    def noted(self: Space, *args: Any) -> Candidate:
-        found = candidate(self, *args)
+    def noted(self: Space, *args: Any, **options: Any) -> Candidate:
+        found = candidate(self, *args, **options)
         made.append(found.predicted.peak_bytes)
         return found
 
