@@ -22,7 +22,7 @@ from .capture.subject import Slot, Subject, subject_of
 from .capture.trace import Captured, capture
 from .config import SETTINGS
 from .errors import PlanError
-from .graph.passes import PASSES
+from .graph.passes import GRADIENTS, PASSES, guard
 from .graph.step_graph import Input, Output, Role, StepGraph, info_of
 from .graph.verify import verify
 from .log import stage_logger
@@ -36,6 +36,7 @@ from .plan.plan import Plan, fingerprint
 from .plan.planner import AUTO, best_of, plan_step
 from .plan.predict import predict
 from .runtime.actors import Engine
+from .runtime.finding import Origin
 from .runtime.launch import before_leaving
 from .runtime.observe import About, observing
 from .runtime.transport import CommStats, DistTransport, SimTransport
@@ -43,12 +44,14 @@ from .runtime.world import World, current_world, share_key
 
 __all__ = [
     "AUTO",
+    "GRADIENTS",
     "Captured",
     "CommStats",
     "Compiled",
     "Host",
     "Input",
     "Library",
+    "Origin",
     "Output",
     "Plan",
     "Role",
@@ -113,6 +116,7 @@ def compile_step(
     planner: Callable[[Captured], Plan],
     host: Callable[[Placement], Host],
     batch_stats: str = "global",
+    every_gradient: bool = False,
     observe: bool = False,
     mode: str = "off",
     library: Library | None = None,
@@ -123,9 +127,10 @@ def compile_step(
         planner: makes the plan, with `plan` below, and sees to it that all ranks have the same.
         host: what this process is to a placement.
         batch_stats: whether batch norm in training is over the "global" batch, or a rank's "local" rows.
+        every_gradient: as `trace` takes it.
         observe, mode, library: as `lower_step` takes them.
     """
-    captured = trace(function, subject, args, kwargs, batch_stats)
+    captured = trace(function, subject, args, kwargs, batch_stats, every_gradient)
     planned = planner(captured)
     here = host(planned.placement)
     lowered = lower_step(planned, here.ranks, here.device, observe, mode, library)
@@ -155,8 +160,13 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     batch_stats: str = "global",
+    every_gradient: bool = False,
 ) -> Captured:
-    """Captures the step and runs the graph passes."""
+    """Captures the step and runs the graph passes.
+
+    Args:
+        every_gradient: whether state may change only if all gradients are finite, whatever that takes.
+    """
     log = stage_logger("capture")
     start = time.perf_counter()
     code = getattr(function, "__code__", None)
@@ -164,7 +174,8 @@ def trace(
     name = getattr(function, "__name__", "step")
     captured = capture(function, subject, args, kwargs, name=name, source=source, batch_stats=batch_stats)
     graph = verify(captured.graph, "capture")
-    for key, one in PASSES.items():
+    cleaned_first = {"clean": PASSES["clean"], "guard": guard(captured.losses, every_gradient)}
+    for key, one in {**cleaned_first, **PASSES}.items():
         graph = verify(one(graph), key)
         log.debug("after %s: %d nodes", key, len(graph.graph.nodes))
     log.info("captured %s: %d nodes in %.2f s", name, len(graph.graph.nodes), time.perf_counter() - start)

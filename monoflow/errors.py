@@ -27,5 +27,9 @@ class RunError(FlowError):
     """A step failed while running; the message names the task and the user's line."""
 
 
+class NonFiniteError(RunError):
+    """A step's loss or gradients are NaN or Inf; it changed nothing. The message names where that began."""
+
+
 class CheckpointError(FlowError):
     """A checkpoint cannot be written or read, or does not fit the model; it names file and tensor."""

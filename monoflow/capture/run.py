@@ -17,6 +17,7 @@ from ..errors import CaptureError
 from ..graph.step_graph import Role
 from ..log import stage_logger
 from .lift import Arguments, Lifted, flatten, key_text
+from .losses import Losses
 from .modes import CaptureMode, logical_attention, without_mkldnn
 from .optimizers import hyper_values, number_state_error, swapped
 from .subject import Subject
@@ -49,6 +50,7 @@ class Run:
         cleared: names of the gradients that were there before the step and are None after it.
         begun: names of the states that were not there before the step.
         reads_grads: a gradient from before the step matters: it is read before the step clears it.
+        losses: names of the results that backward passes began at.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class Run:
         self.cleared: list[str] = []
         self.begun: list[str] = []
         self.reads_grads = False
+        self.losses: list[str] = []
+        self._losses = Losses()
         self._observed: dict[str, torch.Tensor] = {}
         self._cleared_first: set[str] = set()
         self._clearing = False
@@ -119,6 +123,7 @@ class Run:
             logical_attention(),
             watch,
             stand_ins,
+            self._losses,
             torch.enable_grad(),
         ):
             yield
@@ -226,6 +231,8 @@ class Run:
             if isinstance(leaf, torch.Tensor):
                 results.append(leaf.detach())
                 self.outputs.append((name, "", False))
+                if self._losses.hold(leaf):
+                    self.losses.append(name)
             elif leaf is not None:
                 raise CaptureError(
                     f"the step at {self.place} returns a {type(leaf).__name__} ({leaf!r:.60}) as {name}; a "

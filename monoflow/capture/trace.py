@@ -45,6 +45,7 @@ class Captured:
         begins: states that the step itself creates (SGD with dampening starts with the first gradient).
         batch_names: the input name of every tensor among the leaves of (args, kwargs), in order; the graph
             has those that it uses.
+        losses: names of the results that backward passes began at.
     """
 
     graph: StepGraph
@@ -57,6 +58,7 @@ class Captured:
     grads: frozenset[str] = frozenset()
     begins: frozenset[str] = frozenset()
     batch_names: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
 
     def fits(self, subject: Subject) -> bool:
         """Whether the gradients and optimizer states that exist now are those the graph is for."""
@@ -116,6 +118,7 @@ def capture(
         subject.grads(),
         frozenset(run.begun),
         tuple(arguments.names.values()),
+        tuple(run.losses),
     )
 
 

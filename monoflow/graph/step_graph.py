@@ -78,12 +78,14 @@ class Output:
     """One result. `replaces` names the input whose next value it is; "" for what the user gets.
 
     `observed` outputs (a parameter's gradient as the optimizer sees it) are computed only when asked for.
+    State changes only if all `checked` outputs, which are scalars, are finite.
     """
 
     name: str
     meta: TensorMeta
     replaces: str = ""
     observed: bool = False
+    checked: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +150,13 @@ class StepGraph:
             "inputs": [{"name": one.name, "role": one.role, "of": one.of} for one in self.inputs],
             "nodes": encode_graph(self.graph, lambda node: {"info": asdict(info_of(node))}),
             "outputs": [
-                {"name": one.name, "node": node.name, "replaces": one.replaces, "observed": one.observed}
+                {
+                    "name": one.name,
+                    "node": node.name,
+                    "replaces": one.replaces,
+                    "observed": one.observed,
+                    "checked": one.checked,
+                }
                 for one, node in zip(self.outputs, self.results, strict=True)
             ],
         }
@@ -220,7 +228,13 @@ def _built(data: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) -> St
             for one, node in zip(data["inputs"], placeholders, strict=True)
         ),
         tuple(
-            Output(one["name"], meta_of(node.meta["val"]), one["replaces"], one["observed"])
+            Output(
+                one["name"],
+                meta_of(node.meta["val"]),
+                one["replaces"],
+                one["observed"],
+                one.get("checked", False),
+            )
             for one, node in zip(data["outputs"], results, strict=True)
         ),
         data["name"],

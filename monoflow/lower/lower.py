@@ -13,7 +13,7 @@ from ..plan.parts import Parts
 from ..plan.plan import Plan
 from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
 from ..plan.slots import kept
-from ..runtime.program import Port, Program, Rate, Register, Task, verify
+from ..runtime.program import Port, Program, Rate, Register, Task, gated, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
@@ -92,12 +92,16 @@ def _segments(made: Schedule, is_pulled: bool) -> list[_Segment]:
         is_pulled: whether there is to be a segment that pulls before what is walked.
     """
     segments: list[_Segment] = []
-    for item in made.items:
+    for at, item in enumerate(made.items):
         is_collective = isinstance(item, Box) and not item.is_local
         before = segments[-1] if segments else None
         together = isinstance(item, Box) and before is not None and before.takes_with(item)
         if not together and (
-            is_collective or before is None or before.collective or before.items[0].walked != item.walked
+            is_collective
+            or before is None
+            or before.collective
+            or before.items[0].walked != item.walked
+            or at == made.gate  # what may be held back is a task of its own
         ):
             segments.append(_Segment())
         segments[-1].items.append(item)
@@ -146,11 +150,20 @@ class _RankLowering:
         for value in self.made.inputs:
             self._register(value)
         tasks = [self._task(position, segment) for position, segment in enumerate(self.segments)]
+        in_place = {
+            position
+            for position, segment in enumerate(self.segments)
+            if any(isinstance(item, Op) and item.node in self.given.nodes for item in segment.items)
+        }
+        gates = tuple(self.register_of[value] for one, value in self.made.outputs if one.checked)
+        assert len(gates) == sum(one.checked for one in self.plan.graph.outputs), (
+            f"rank {self.rank} does not get every scalar that says whether state may change"
+        )
         return verify(
             Program(
                 self.rank,
                 self.plan.placement,
-                tuple(tasks),
+                gated(tasks, gates, in_place),
                 tuple(self.registers),
                 tuple(
                     Port(names[one.node], self.register_of[one], donated=one in self.given.values)
@@ -161,6 +174,7 @@ class _RankLowering:
                 ),
                 self.plan.micro_batches,
                 num_work_units(self.plan),
+                gates,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Which optimizer updates may run in place: those whose state nothing reads any more.
+"""Which optimizer updates may run in place: those whose state nothing reads any more, behind the gate.
 
 A view reads the memory it was made from, so a state and all views of it, through any number of ops and local
 moves, count as one. Tasks that read them before the update must be done when it runs.
@@ -56,7 +56,7 @@ def donations(plan: Plan, made: Schedule, tasks: Sequence[Iterable[Op | Box]]) -
     readers: dict[LaidOut, tuple[int, ...]] = {}
     for when, update in updates:
         written = overwritten(update)
-        if all(
+        if when > made.gate and all(
             value in state and value not in handed_out and all(at <= when for at, _, _ in uses[value])
             for value in written
         ):

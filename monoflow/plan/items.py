@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import fx
@@ -88,3 +89,10 @@ class Schedule:
     items: tuple[Op | Box, ...]
     inputs: tuple[LaidOut, ...]
     outputs: tuple[tuple[Output, LaidOut], ...]
+
+    @cached_property
+    def gate(self) -> int:
+        """How many items there are up to where all `checked` outputs are; state may change after them."""
+        checked = {value for one, value in self.outputs if one.checked}
+        makers = (at for at, item in enumerate(self.items, 1) if not checked.isdisjoint(item.outputs))
+        return max(makers, default=0)

@@ -7,7 +7,7 @@ computed is the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +28,15 @@ IN_PLACE: Mapping[Any, Any] = {
 }
 
 
-def ordered(nodes: Sequence[fx.Node], facts: Facts) -> list[fx.Node]:
+def ordered(nodes: Sequence[fx.Node], facts: Facts, gates: Collection[fx.Node] = ()) -> list[fx.Node]:
     """The nodes in the order in which they run.
 
     Args:
         nodes: those that run, in the graph's order; getitem nodes are none of them.
+        gates: nodes that all updates come after.
     """
     due: dict[int, list[fx.Node]] = {}
-    for update, position in _earliest(nodes, facts).items():
+    for update, position in _earliest(nodes, facts, gates).items():
         due.setdefault(position, []).append(update)
     result: dict[fx.Node, None] = {}
     for position in range(-1, len(nodes)):
@@ -46,10 +47,11 @@ def ordered(nodes: Sequence[fx.Node], facts: Facts) -> list[fx.Node]:
     return list(result)
 
 
-def _earliest(nodes: Sequence[fx.Node], facts: Facts) -> dict[fx.Node, int]:
+def _earliest(nodes: Sequence[fx.Node], facts: Facts, gates: Collection[fx.Node]) -> dict[fx.Node, int]:
     """For every update, the position of the last node that it must come after."""
     position = {node: number for number, node in enumerate(nodes)}
     last_read = _last_reads(nodes, facts)
+    gate = max((position[one] for one in gates if one in position), default=-1)
     after: dict[fx.Node, int] = {}  # of nodes of the update phase: the last node before it that they need
     found: dict[fx.Node, int] = {}
     for node in nodes:
@@ -57,7 +59,7 @@ def _earliest(nodes: Sequence[fx.Node], facts: Facts) -> dict[fx.Node, int]:
             continue
         needs = [after.get(source, position.get(source, -1)) for source, _ in facts[node].sources]
         if node.target in IN_PLACE:
-            needs += [last_read[value] for value in facts[node].sources if value in last_read]
+            needs += [gate, *(last_read[value] for value in facts[node].sources if value in last_read)]
             found[node] = max(needs, default=-1)
         after[node] = max(needs, default=-1)
     return found

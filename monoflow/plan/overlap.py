@@ -13,7 +13,7 @@ Each of them holds a bundle more than must be; where bytes are limited, nothing 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,17 +34,23 @@ Items = Sequence["Op | Box"]
 _START = 0.2
 
 
-def overlapped(items: Items, links: Sequence[LinkCost], prepared: set[fx.Node]) -> list[Op | Box]:
+def overlapped(
+    items: Items,
+    links: Sequence[LinkCost],
+    prepared: set[fx.Node],
+    gates: Collection[LaidOut] = (),
+) -> list[Op | Box]:
     """The items of a schedule in an order in which moves hide behind compute, bundles marked.
 
     Args:
         links: what moves cost, per axis.
         prepared: parameters, and what ops that only prepare them make of them.
+        gates: what updates wait for: its moves wait for nobody.
     """
     numbers = itertools.count()
     arranged: list[Op | Box] = []
     for _, part in itertools.groupby(items, key=lambda item: item.walked):
-        arranged += _Part(list(part), links, prepared, numbers).arranged()
+        arranged += _Part(list(part), links, prepared, numbers, gates).arranged()
     return arranged
 
 
@@ -57,7 +63,9 @@ class _Part:
         links: Sequence[LinkCost],
         prepared: set[fx.Node],
         numbers: Iterator[int],
+        gates: Collection[LaidOut],
     ) -> None:
+        self.gates = gates
         self.items, self.links, self.prepared = items, links, prepared
         self.numbers = numbers
         self.made_by = {value: at for at, item in enumerate(items) for value in item.outputs}
@@ -120,7 +128,8 @@ class _Part:
             if item.phase is Phase.UPDATE or (passes_on and read_late):
                 late.add(at)
             together = move is not None and not item.is_local and move.kind in BUNDLED_KINDS  # type: ignore[union-attr]
-            if together and read_late and not item.folds:  # type: ignore[union-attr]
+            is_gate = any(value in self.gates for value in item.outputs)
+            if together and read_late and not is_gate and not item.folds:  # type: ignore[union-attr]
                 found.add(at)
         return found
 

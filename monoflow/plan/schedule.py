@@ -13,6 +13,7 @@ from ..graph.step_graph import Phase, Role, is_getitem, source_of
 from ..sbp.layout import B, Broadcast, NdSbp, Partial, Split
 from .balance import pulled
 from .facts import Facts, facts_of
+from .gate import behind_gate
 from .in_time import in_time, prepared
 from .items import Box, LaidOut, Op, Schedule
 from .order import ordered
@@ -44,7 +45,8 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
     for one in wanted:
         layout = plan.on_mesh(plan.outputs[one.name])
         maker.given_out.setdefault(source_of(results[one.name]), []).append(layout)
-    for node in ordered(nodes, maker.facts):
+    gates = {source_of(results[one.name])[0] for one in wanted if one.checked}
+    for node in ordered(nodes, maker.facts, gates):
         maker.add(node)
     outputs = tuple(
         (one, maker.moved(source_of(results[one.name]), plan.on_mesh(plan.outputs[one.name]), Phase.UPDATE))
@@ -65,8 +67,12 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
         items = sends_first(items)
     if plan.overlaps:
         items = overlapped(
-            items, plan.links or (LinkCost(),) * plan.placement.num_axes, prepared(plan, maker.facts)
+            items,
+            plan.links or (LinkCost(),) * plan.placement.num_axes,
+            prepared(plan, maker.facts),
+            {value for one, value in outputs if one.checked},
         )
+    items = behind_gate(items, Schedule(tuple(items), inputs, outputs))
     return Schedule(_numbered(items), inputs, outputs)
 
 

@@ -22,6 +22,7 @@ from ..boxing.collectives import Transport
 from ..config import SETTINGS
 from ..mesh import Placement
 from .channels import HOST
+from .finding import Finding, Origin
 from .firing import Describe, Firing, Registers
 from .lanes import Crew, Results, Ticket
 from .liveness import verify_live
@@ -141,6 +142,24 @@ class Engine:
             units=firing.units,
         )
 
+    def origins(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> list[Origin]:
+        """Where what is not finite in a step's gates comes from: the step once more, without changing state.
+
+        On several ranks all of them call it; each finds what it made itself.
+        """
+        finding = Finding(self.firing)
+        registers = self._filled(inputs)
+        if self._crew is None:
+            with torch.no_grad():
+                self._drive(registers, finding)
+        else:
+            crew = Crew(self.network, finding, self._crew.board, self._crew.patience, self._crew.one_lane)
+            try:
+                crew.start(registers).result()
+            finally:
+                crew.stop()
+        return finding.found
+
     def _filled(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Registers:
         registers = Registers(self.network)
         for rank, tensors in inputs.items():
@@ -155,10 +174,11 @@ class Engine:
             self._drive(registers)
         return Done({rank: registers.take(rank) for rank in self.programs})
 
-    def _drive(self, registers: Registers) -> None:
+    def _drive(self, registers: Registers, firing: Firing | None = None) -> None:
         """Fires actors until none is left."""
-        self.firing.start()
-        marking, firing, actors = Marking(self.network), self.firing, self.network.actors
+        firing = self.firing if firing is None else firing
+        firing.start()
+        marking, actors = Marking(self.network), self.network.actors
         self._marking = marking
         ready = Ready((0, actor.task.index, actor.number) for actor in marking.ready())
         while ready:

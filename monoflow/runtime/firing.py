@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter_ns
@@ -26,6 +27,11 @@ Describe = Callable[[str], str]
 _NONE_LEFT: list[Sequence[Tensor]] = [()]
 
 
+def is_finite(scalar: Tensor) -> bool:
+    """Whether a scalar is neither Inf nor NaN. On an accelerator it is waited for."""
+    return math.isfinite(scalar.item())
+
+
 class Registers:
     """What the registers of a network hold during one step.
 
@@ -47,7 +53,7 @@ class Registers:
 
     def take(self, rank: int) -> list[Tensor]:
         """What the output registers of one rank hold."""
-        return [self._held(self.network.cells[register].base) for register in self.network.taken[rank]]
+        return [self._taken(rank, register) for register in self.network.taken[rank]]
 
     def read(self, actor: Actor, member: Member, time: int) -> list[Tensor]:
         """A member's inputs; before them, what a move along time has so far."""
@@ -93,6 +99,16 @@ class Registers:
                 self.left[cell] -= actor.fires - fired
                 if not self.left[cell]:
                     self.cells[cell] = None
+
+    def _taken(self, rank: int, register: int) -> Tensor:
+        tensor = self.cells[self.network.cells[register].base]
+        if tensor is None and self.network.gated:  # what would have made it was held back
+            own = self.network.programs[rank].registers[register - self.network.bases[rank]]
+            fill = float("nan") if own.dtype.is_floating_point else 0
+            return torch.full((), fill, dtype=own.dtype, device=self.network.placement.device_type).expand(
+                own.shape
+            )
+        return self._held(self.network.cells[register].base)
 
     def _held(self, cell: int) -> Tensor:
         tensor = self.cells[cell]
@@ -148,10 +164,22 @@ class Firing:
         """A firing is over: puts what it made. Returns those that can fire now."""
         if results is not _NONE_LEFT:
             self.write(registers, actor, time, results)
-            return marking.end(actor)
+            if not self.network.gated or self._is_open(actor, results):
+                return marking.end(actor)
+            held_back = marking.hold_back()
+            return [*held_back, *marking.end(actor)]
         for one in self.network.pulled[actor.members[0].rank]:
             registers.close(one, marking.fired[one.number], partial(self._unmoved, one.members[0]))
         return marking.close(actor)
+
+    def _is_open(self, actor: Actor, results: list[Sequence[Tensor]]) -> bool:
+        """Whether what an actor made lets state change: it is no gate, or finite."""
+        gates = self.network.gates
+        return all(
+            register not in gates or is_finite(tensor)
+            for member, made in zip(actor.members, results, strict=True)
+            for register, tensor in zip(member.outputs, made, strict=True)
+        )
 
     def work(self, actor: Actor, step: int, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
         """Runs one firing, and tells the recorder.

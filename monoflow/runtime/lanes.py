@@ -103,6 +103,7 @@ class Crew:
         self, network: Network, firing: Firing, board: Board | None, patience: float, one_lane: bool = False
     ) -> None:
         self.network, self.firing, self.board, self.patience = network, firing, board, patience
+        self.one_lane = one_lane
         self._lock = threading.Lock()
         self._over = threading.Condition(self._lock)
         channels = dict.fromkeys(

@@ -153,6 +153,8 @@ class Network:
         self.missing = [sum(not self.tokens[edge] for edge in actor.takes) for actor in self.actors]
         self.num_firings = sum(actor.fires for actor in self.actors)
         self.pulled = {rank: self._pulled(rank) for rank, one in programs.items() if one.units}
+        self.gates = {self.bases[rank] + register for rank, one in programs.items() for register in one.gates}
+        self.gated = tuple(one for one in self.actors if any(member.task.gated for member in one.members))
 
     def _add_registers(self, rank: int, program: Program) -> None:
         base = self.bases[rank] = len(self.cells)
@@ -360,6 +362,22 @@ class Marking:
                     self._give(edge, tokens)
         return self._given
 
+    def hold_back(self) -> list[Actor]:
+        """What is gated does not fire in this step, and nobody waits for it. Returns who can fire now."""
+        self._given = []
+        for actor in self.network.gated:
+            left = actor.fires - self.fired[actor.number]
+            self.num_fired += left
+            self.fired[actor.number] = actor.fires
+            for edge, tokens in actor.gives if left else ():
+                self._give(edge, tokens * left)
+            for edge, tokens in actor.gives_last if left else ():
+                self._give(edge, tokens)
+        for channel, actor in list(self.turn.items()):
+            if actor is not None and self.fired[actor.number] >= actor.fires:
+                self._pass_turn(channel)
+        return self._given
+
     def _give(self, edge: int, tokens: int) -> None:
         if not self.tokens[edge]:
             target = self.network.edges[edge].target
@@ -371,7 +389,10 @@ class Marking:
         self.tokens[edge] += tokens
 
     def _pass_turn(self, channel: Channel) -> None:
-        actor = self.turn[channel] = next(self._turns[channel], None)
+        actor = next(self._turns[channel], None)
+        while actor is not None and self.fired[actor.number] >= actor.fires:  # it is held back
+            actor = next(self._turns[channel], None)
+        self.turn[channel] = actor
         if actor is not None:
             self._give(actor.turn, 1)
 

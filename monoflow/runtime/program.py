@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
@@ -89,6 +89,7 @@ class Task:
         others: the form of `compute` for micro-batches whose tensors have other shapes than the first one's,
             by number; by unit where they are pulled.
         pulls: whether it asks for the next unit of work.
+        gated: whether it is held back, for this step, if what the program's gates hold is not finite.
     """
 
     index: int
@@ -105,6 +106,7 @@ class Task:
     role: Kind | None = None
     bundled: tuple[Move, ...] = ()
     pulls: bool = False
+    gated: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -160,6 +162,7 @@ class Program:
     Attributes:
         units: of how many units of work, a micro-batch of one rank each, all ranks pull what they walk; 0
             where every rank walks its own micro-batches.
+        gates: registers of scalars, the same on every rank, that must be finite for state to change.
     """
 
     rank: int
@@ -170,6 +173,7 @@ class Program:
     outputs: tuple[Port, ...]
     micro_batches: int = 1
     units: int = 0
+    gates: tuple[int, ...] = ()
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -205,6 +209,26 @@ def _num_ops(task: Task) -> int:
     return sum(node.op == "call_function" for node in task.compute.graph.nodes)
 
 
+def gated(tasks: Sequence[Task], gates: Sequence[int], in_place: Collection[int]) -> tuple[Task, ...]:
+    """The tasks with those marked that must wait for the gates, and do so.
+
+    Args:
+        gates: registers; none for no gate.
+        in_place: the tasks that overwrite state. What reads what they make waits with them.
+    """
+    if not gates:
+        return tuple(tasks)
+    writers = {task.index for task in tasks if not set(gates).isdisjoint(task.outputs)}
+    behind: set[int] = set()
+    made: list[Task] = []
+    for task in tasks:
+        if task.index in in_place or not behind.isdisjoint(task.inputs):
+            behind.update(task.outputs)
+            task = replace(task, gated=True, after=tuple(sorted(writers.union(task.after))))
+        made.append(task)
+    return tuple(made)
+
+
 def verify(program: Program) -> Program:
     """Returns the program if every register is written once, before it is read; asserts otherwise.
 
@@ -223,6 +247,7 @@ def verify(program: Program) -> Program:
         assert not twice, f"task {task.name} writes registers {twice} again"
         assert all(earlier < position for earlier in task.after), f"task {task.name} waits for a later task"
         assert task.move is None or task.order >= 0, f"the move {task.name} has no place among all moves"
+        assert not task.gated or set(program.gates) <= written, f"task {task.name} runs before its gates"
         _check_rates(program, task)
         written |= set(task.outputs)
     missing = {port.register for port in program.outputs} - written

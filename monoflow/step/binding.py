@@ -5,6 +5,7 @@ What does not change between steps is worked out once, so that a step is two loo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +18,11 @@ from ..compiler import Compiled, Input, Output, Role, Slot, Subject, World, shar
 from ..sbp.layout import NdSbp
 from ..sbp.random_mode import draw_key
 from .pending import Flight, caller, part_of, take_off
+from .refusal import Refusals
 from .store import Locals, Store, is_whole
+
+#: By hosted rank and input: the batch and random key of a step that is under way.
+Kept = Mapping[int, Sequence[torch.Tensor | None]]
 
 
 class Call(NamedTuple):
@@ -42,9 +47,18 @@ class Binding:
     Args:
         world: the ranks of this job.
         device: where this process' tensors live.
+        refusals: is told of steps that may not change state.
     """
 
-    def __init__(self, compiled: Compiled, subject: Subject, world: World, device: torch.device) -> None:
+    def __init__(
+        self,
+        compiled: Compiled,
+        subject: Subject,
+        world: World,
+        device: torch.device,
+        refusals: Refusals,
+    ) -> None:
+        self.refusals = refusals
         self.compiled, self.subject, self.world, self.device = compiled, subject, world, device
         self.store = Store(compiled.plan.placement, tuple(compiled.lowered.programs), world.simulated)
         planned, slots = compiled.plan, compiled.captured.slots
@@ -64,6 +78,9 @@ class Binding:
         self._gives = {
             rank: {port.name: position for position, port in enumerate(one.outputs)}
             for rank, one in programs.items()
+        }
+        self._given_anew = {
+            one.name for one in read if one.role in (Role.BATCH, Role.RANDOM, Role.HYPER, Role.CONSTANT)
         }
         written = {target.output.replaces for target in self._targets}
         self._stepped: list[Any] = [
@@ -94,6 +111,30 @@ class Binding:
             for rank, value in reader(call).items():
                 if name in self._takes[rank]:
                     inputs[rank].append(value)
+        return inputs
+
+    def kept(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Kept | None:
+        """What of a step's inputs is not found again afterwards, if somebody may ask for it."""
+        if not self.refusals.explains:
+            return None
+        return {
+            rank: [
+                value if port.name in self._given_anew else None
+                for port, value in zip(self.compiled.lowered.programs[rank].inputs, values, strict=True)
+            ]
+            for rank, values in inputs.items()
+        }
+
+    def again(self, kept: Kept) -> dict[int, list[torch.Tensor]]:
+        """A step's inputs once more; state is as it was then."""
+        call = Call((), torch.empty(0))
+        inputs: dict[int, list[torch.Tensor]] = {rank: [] for rank in self.store.ranks}
+        for name, reader in self._readers:
+            state = {} if name in self._given_anew else reader(call)
+            for rank in self.store.ranks:
+                if name in self._takes[rank]:
+                    value = kept[rank][len(inputs[rank])]
+                    inputs[rank].append(state[rank].detach() if value is None else value)
         return inputs
 
     def _reader(self, one: Input, layout: NdSbp, donated: bool) -> Callable[[Call], Locals]:
@@ -163,6 +204,7 @@ class Binding:
         inputs = self.read(args, kwargs)
         # Lanes work on the memory; the objects that the user sees wait.
         inputs = {rank: [one.detach() for one in tensors] for rank, tensors in inputs.items()}
+        kept = self.kept(inputs)
         ticket = self.compiled.engine.start(inputs)
         del inputs
         promised = {
@@ -173,9 +215,11 @@ class Binding:
 
         def finish() -> None:
             with torch.no_grad():
-                own, _ = self._taken(ticket.result())
+                own, _, bad = self._taken(ticket.result())
                 for name, promise in promised.items():
                     part_of(promise).set_(part_of(own[name]))  # pyright: ignore[reportArgumentType]
+                if bad:
+                    self.refusals.met(self, bad, kept)
 
         flight = Flight(finish, caller())
         flight.hold([*promised.values(), *self._live()])
@@ -202,10 +246,14 @@ class Binding:
         fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
         return self._as_seen(target, torch.full(shape, fill, dtype=dtype, device=self.device))
 
-    def take(self, results: Mapping[int, Sequence[torch.Tensor]]) -> tuple[Any, dict[str, torch.Tensor]]:
+    def take(
+        self, results: Mapping[int, Sequence[torch.Tensor]], kept: Kept | None
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
         """Puts the next values of live tensors; returns the user's result and whole observed outputs."""
-        own, observed = self._taken(results)
+        own, observed, bad = self._taken(results)
         self._note_stepped()
+        if bad:
+            self.refusals.met(self, bad, kept)
         return self._result(own), observed
 
     def _result(self, own: Mapping[str, torch.Tensor]) -> Any:
@@ -219,8 +267,12 @@ class Binding:
 
     def _taken(
         self, results: Mapping[int, Sequence[torch.Tensor]]
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Puts the next values of live tensors; the user's results and whole observed outputs by name."""
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, float]]:
+        """Puts the next values of live tensors, unless a checked scalar is not finite.
+
+        Returns:
+            by name, the user's results, whole observed outputs, and the checked scalars that are not finite.
+        """
         captured = self.compiled.captured
         own: dict[str, torch.Tensor] = {}
         observed: dict[str, torch.Tensor] = {}
@@ -232,10 +284,23 @@ class Binding:
             else:
                 into = observed if target.output.observed else own
                 into[target.output.name] = self._handed_out(target, values)
-        self._write(written)
-        for name in captured.cleared_grads:
-            captured.slots[name].put(None)
-        return own, observed
+        bad = self._bad(results)
+        if not bad:
+            self._write(written)
+        if not bad or not self.refusals.explains:
+            for name in captured.cleared_grads:
+                captured.slots[name].put(None)
+        return own, observed, bad
+
+    def _bad(self, results: Mapping[int, Sequence[torch.Tensor]]) -> dict[str, float]:
+        """The checked scalars that are not finite; the same on every rank."""
+        rank = self.store.ranks[0]
+        values = {
+            target.output.name: results[rank][self._gives[rank][target.output.name]].item()
+            for target in self._targets
+            if target.output.checked
+        }
+        return {name: value for name, value in values.items() if not math.isfinite(value)}
 
     def _given(self, output: Output, results: Mapping[int, Sequence[torch.Tensor]]) -> Locals:
         """What the hosted ranks' programs give of an output: nothing where it lies at another stage."""

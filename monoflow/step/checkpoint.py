@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import Checkpointer, Saver, group_of, open_together
-from .contents import contents_of
+from .contents import Stateful, contents_of
 from .decorator import Step
 from .restore import Restored, restore
 
@@ -98,16 +98,31 @@ def checkpointer(
     Raises:
         CheckpointError: an argument makes no sense.
     """
-    return Checkpointer(
+    series = Checkpointer(
         path,
         lambda: contents_of(step, stream, extra),
-        lambda: step.num_steps,
+        step.settled,
         group_of(step.ranks),
         every=every,
         keep_last=keep_last,
         on_signal=on_signal,
         asynchronous=asynchronous,
     )
+
+    def roll_back() -> bool:
+        series.wait()
+        if series.latest is None:
+            return False
+        load(series.latest, step, extra=_objects(extra))  # the data goes on
+        return True
+
+    step.refusals.roll_back = roll_back
+    return series
+
+
+def _objects(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those that have a state."""
+    return {key: value for key, value in (extra or {}).items() if isinstance(value, Stateful)}
 
 
 def _group(step: Step):

@@ -49,6 +49,7 @@ from .options import Options, checked
 from .pending import synchronize
 from .planning import Wish, make_plan
 from .reference import Reference, live_state
+from .refusal import Refusals
 from .report import Report, compare
 from .settle import agree, settle
 from .store import Store
@@ -69,6 +70,7 @@ def graph(
     micro_batches: int | Literal["auto"] = "auto",
     balance: Literal["static", "dynamic"] = "static",
     compile: Literal["background", "ahead", "off"] = "off",
+    on_nan: Literal["raise", "skip", "rollback"] = "raise",
 ) -> Callable[[Callable], Step]:
     """Makes a step function a compiled step: captured once, planned over all devices, run as a program.
 
@@ -93,6 +95,11 @@ def graph(
         compile: "background" runs the first steps op by op, compiles the program beside them and goes on with
             that when it is ready; "ahead" compiles before the first step; "off" (the default) never does. The
             numbers are the same within rounding.
+        on_nan: what becomes of a step whose loss, or gradients, are NaN or Inf; it changes no state in any
+            case. "raise" (the default) names the op that made the first one; "skip" goes on with the next
+            batch (`num_skipped` counts); "rollback" loads the last snapshot of the step's
+            `flow.checkpointer` before it does. Under "raise", gradients are looked at where the step takes a
+            norm of them anyway, to clip them; else only through the next loss.
 
     Returns:
         A decorator. The step is called as the function was, with the global batch.
@@ -105,7 +112,7 @@ def graph(
         raise CaptureError(
             "write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone"
         )
-    options = checked(placement, plan, memory, batch_stats, micro_batches, balance, compile)
+    options = checked(placement, plan, memory, batch_stats, micro_batches, balance, compile, on_nan)
     subject = subject_of(things)
 
     def decorate(function: Callable) -> Step:
@@ -134,6 +141,7 @@ class Step:
         self._forms: dict[tuple[Compiled, bool], Compiled] = {}
         self._bindings: dict[Compiled, Binding] = {}
         self._loaded_state: Callable[[], bool] | None = None
+        self.refusals = Refusals(self.name, options.on_nan)
         #: How many steps were taken, before what a checkpoint was loaded from too.
         self.num_steps = 0
         #: Through which ranks agree when they save and load; made when they first do.
@@ -210,7 +218,10 @@ class Step:
     def capture(self, *args: Any, **kwargs: Any) -> StepGraph:
         """The captured graph for these arguments; reads no values, so meta models do."""
         fill_attributes(self._subject)
-        return trace(self._function, self._subject, args, kwargs, self._options.batch_stats).graph
+        options = self._options
+        return trace(
+            self._function, self._subject, args, kwargs, options.batch_stats, options.checks_gradients
+        ).graph
 
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
         """Compiles for these arguments without running; returns the plan."""
@@ -252,6 +263,12 @@ class Step:
         return self._require().stats()
 
     @property
+    def num_skipped(self) -> int:
+        """How many steps changed nothing, because their loss or gradients were not finite."""
+        synchronize()
+        return self.refusals.count
+
+    @property
     def plan(self) -> Plan:
         """The plan of the step last called or compiled."""
         return self._require().plan
@@ -273,6 +290,13 @@ class Step:
         if world.simulated or interception() is not None:
             return (0,)
         return self._devices(world).ranks
+
+    def settled(self) -> int:
+        """How many steps were taken; where a refused one sends the step back, it has been by then."""
+        if self._options.on_nan == "rollback":
+            synchronize()
+            self.refusals.settle()
+        return self.num_steps
 
     def load_later(self, begin: Callable[[], bool] | None) -> None:
         """Has `begin` called once optimizer state has begun; it returns whether it began some itself."""
@@ -395,6 +419,7 @@ class Step:
             planner=lambda captured: make_plan(captured, wish, devices, world, before, batch),
             host=host,
             batch_stats=options.batch_stats,
+            every_gradient=options.checks_gradients,
             observe=observe,
             mode=options.mode,
             library=self._library,
@@ -418,6 +443,7 @@ class Step:
             )
         with self._lock:
             synchronize()
+            self.refusals.settle()
             yield
 
     def _same_call(self, kind: Kind, devices: Placement, rank: int) -> None:
@@ -453,7 +479,7 @@ class Step:
         """How a compiled step reads and writes the live objects."""
         if compiled not in self._bindings:
             device = _device(compiled.plan.placement)
-            self._bindings[compiled] = Binding(compiled, self._subject, self._world(), device)
+            self._bindings[compiled] = Binding(compiled, self._subject, self._world(), device, self.refusals)
         return self._bindings[compiled]
 
     def _form(self, compiled: Compiled, observe: bool) -> Compiled:
@@ -485,7 +511,11 @@ class Step:
         """One step; returns the user's result and whole observed outputs (if the programs give any)."""
         bound = self._bound(compiled)
         with torch.no_grad():
-            return bound.take(compiled.engine.run(bound.read(args, kwargs, key)))
+            inputs = bound.read(args, kwargs, key)
+            kept = bound.kept(inputs)
+            ticket = compiled.engine.start(inputs)
+            del inputs
+            return bound.take(ticket.result(), kept)
 
 
 def _device(placement: Placement) -> torch.device:

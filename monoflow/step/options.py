@@ -10,6 +10,9 @@ from ..config import parse_memory
 from ..errors import FlowError, PlacementError, PlanError
 from ..mesh import Placement
 
+#: What can become of a step whose loss or gradients are not finite.
+ON_NAN = ("raise", "skip", "rollback")
+
 
 @dataclass(frozen=True)
 class Options:
@@ -20,6 +23,7 @@ class Options:
         memory: bytes; 0 for no limit, None for what an accelerator has.
         micro_batches: None to let the planner choose.
         mode: of `compile=`.
+        on_nan: what becomes of a step whose loss or gradients are not finite.
     """
 
     placement: Placement | None
@@ -29,6 +33,12 @@ class Options:
     micro_batches: int | None
     balance: str
     mode: str
+    on_nan: str = "raise"
+
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether state may change only if every gradient is finite, whatever that takes."""
+        return self.on_nan != "raise"
 
     @property
     def plan_or_default(self) -> str | Path:
@@ -49,6 +59,7 @@ def checked(
     micro_batches: object,
     balance: object,
     compile: object,
+    on_nan: object,
 ) -> Options:
     """The arguments as options.
 
@@ -67,6 +78,8 @@ def checked(
         )
     if batch_stats not in ("global", "local"):
         raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
+    if on_nan not in ON_NAN:
+        raise FlowError(f"on_nan={on_nan!r} is none of {', '.join(ON_NAN)}")
     return Options(
         placement,
         plan,
@@ -75,6 +88,7 @@ def checked(
         _checked_micro_batches(micro_batches, plan),
         _checked_balance(balance, plan),
         check_mode(compile),
+        str(on_nan),
     )
 
 

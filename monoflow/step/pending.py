@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ..compiler import before_leaving
+from ..errors import NonFiniteError
 
 
 class Flight:
@@ -67,6 +68,11 @@ class Flight:
             if self._error is not None:
                 raise self._error
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the step changed nothing, and somebody was told why: others can follow."""
+        return isinstance(self._error, NonFiniteError)
+
     def _release(self) -> None:
         for tensor in self._tensors:
             tensor.__class__ = type(tensor).__mro__[2]
@@ -94,7 +100,7 @@ def synchronize() -> None:
     global _ON_ITS_WAY
     with _LOCK:
         flight, _ON_ITS_WAY = _ON_ITS_WAY, None
-    if flight is not None:
+    if flight is not None and not flight.is_refused:
         flight.land()
 
 

@@ -55,10 +55,12 @@ def code(program: Program) -> str:
     return "\n".join(task.compute.code for task in program.tasks if task.compute is not None)
 
 
-def test_one_rank_is_one_task() -> None:
+def test_one_rank_is_a_task_up_to_the_gate_and_one_behind_it() -> None:
     made = programs(trained(), 1, torch.ones(4, 6))
-    (task,) = made[0].tasks
-    assert task.compute is not None and task.after == ()
+    task, behind = made[0].tasks
+    assert task.compute is not None and task.after == () and not task.gated
+    assert set(made[0].gates) <= set(task.outputs) and len(made[0].gates) == 1
+    assert behind.compute is not None and behind.after == (0,) and behind.gated
     assert code(made[0]).count("aten._fused_adamw_.") == 4
     donated = {port.name for port in made[0].inputs if port.donated}
     params = {"up.weight", "up.bias", "down.weight", "down.bias"}

@@ -49,17 +49,18 @@ def machine(bandwidth: float = math.inf, link: LinkCost | None = None) -> Machin
 def touched(step: Step, inputs: list[Tensor]) -> Iterator[tuple[str, int]]:
     """(phase, bytes read and written) of every op of a one-rank program; views touch none."""
     program = step._require().lowered.programs[0]
-    (task,) = program.tasks
-    assert task.compute is not None
     phases = {node.name: str(info_of(node).phase) for node in step.plan.graph.calls()}
     given = {f"r{port.register}": one for port, one in zip(program.inputs, inputs, strict=True)}
     env: dict[fx.Node, Any] = {}
-    for node in task.compute.graph.nodes:
+    for node in (node for task in program.tasks for node in task.module().graph.nodes):
         if node.op == "placeholder":
             env[node] = given[node.target]
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: env[one])  # type: ignore[misc]
+        if node.op == "output":
+            task = next(one for one in program.tasks if one.module().graph is node.graph)
+            given |= {f"r{register}": one for register, one in zip(task.outputs, args[0], strict=True)}
         if node.op != "call_function":
             continue
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: env[one])  # type: ignore[misc]
         env[node] = node.target(*args, **kwargs)
         read, written = _tensors((args, kwargs)), _tensors(env[node])
         owned = {one.untyped_storage()._cdata for one in read}

@@ -23,11 +23,11 @@ def join_norms(graph: StepGraph) -> StepGraph:
     edited = copied(graph)
     squares: dict[tuple, fx.Graph] = {}
     for node in list(edited.nodes):
-        stack = node.args[0] if _is_full_norm(node) else None
+        stack = node.args[0] if is_full_norm(node) else None
         if not isinstance(stack, fx.Node) or stack.target is not aten.stack.default:
             continue
         parts: Any = stack.args[0]
-        if all(_is_full_norm(part) for part in parts):
+        if all(is_full_norm(part) for part in parts):
             sums = [_insert_square(edited, node, part.args[0], squares) for part in parts]
             root = insert_traced(edited, node, _root, (sums, node.meta["val"].dtype))
             node.replace_all_uses_with(root)
@@ -43,7 +43,7 @@ def _insert_square(graph: fx.Graph, before: fx.Node, source: Any, known: dict[tu
     return insert_copy(graph, before, known[looks], (source, dtype))
 
 
-def _is_full_norm(node: Any) -> bool:
+def is_full_norm(node: Any) -> bool:
     """Whether the node is the 2-norm over all elements of a real tensor, in the tensor's own dtype."""
     if not isinstance(node, fx.Node) or node.target is not _NORM:
         return False
