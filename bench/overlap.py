@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from cases import gpt
-from ranks import PROGRAM, Recorder, Told, recorded
+from ranks import Recorder, Told, recorded
 
 import monoflow as flow
 from monoflow.boxing.route import LinkCost
@@ -52,6 +52,9 @@ class Job(NamedTuple):
     num_ranks: int
     part: float
     repeats: int
+
+
+_PROGRAM = "gpt"
 
 
 class Numbered(Recorder):
@@ -115,7 +118,7 @@ def _steps(rank: int, job: Job) -> Told:
     assert isinstance(transport, DistTransport)
     placement = compiled.plan.placement
     engines = [Engine(programs, placement, transport, str, lanes=lanes) for lanes in (True, False)]
-    recorder, quiet = Numbered(), Numbered()
+    recorder, quiet = Numbered(_PROGRAM), Numbered(_PROGRAM)
 
     def fire(engine: Engine, told: Recorder) -> None:
         inputs = step._bound(compiled).read((batch,), {})
@@ -125,9 +128,9 @@ def _steps(rank: int, job: Job) -> Told:
         engine.recorder = None
 
     for engine in engines:
-        fire(engine, Numbered())
+        fire(engine, Numbered(_PROGRAM))
     before = compiled.stats().num_bytes()
-    fire(engines[0], Numbered())
+    fire(engines[0], Numbered(_PROGRAM))
     sent = compiled.stats().num_bytes() - before
     for number in range(job.repeats):
         transport.link = None
@@ -137,7 +140,7 @@ def _steps(rank: int, job: Job) -> Told:
         for odd, engine in enumerate(engines):
             recorder.step = 2 * number + odd
             fire(engine, recorder)
-    return [tuple(one) for one in recorder.events], Wiring.of(PROGRAM, programs[rank]).as_data()
+    return [tuple(one) for one in recorder.events], [Wiring.of(_PROGRAM, programs[rank]).as_data()]
 
 
 def _link(events: Sequence[Event], part: float, sent: int) -> LinkCost:

@@ -1,13 +1,18 @@
 """The bubble of a pipeline against the theory of its schedule: `python bench/pipeline.py`.
 
-A small model on 2 and 4 stages, real ranks, of which every layer's one large product is a sleep: forward, the
+A small model on 2 and 4 real ranks, of which every layer's one large product is a sleep: forward, the
 gradient of its input and that of its weight take equally long. So the schedule is measured and not the cores,
 of which there may be fewer than ranks.
 
-1F1B has a bubble of (S - 1) / (k + S - 1) with S stages and k micro-batches (Narayanan et al., 2021). When a
-stage sends the gradient of its input before it computes that of its weights, the way back through the stages
-takes the first alone, and a stage idles for (S - 1) (F + B), not (S - 1) (F + B + W) (after Qi et al., "Zero
-Bubble Pipeline Parallelism", 2023).
+With p ranks of v stages each, k micro-batches, and F, B and W what these three take of a rank in a
+micro-batch, a rank idles in a step for
+
+    1F1B, B and W in one piece (Narayanan et al., 2019)            (p - 1) (F + B + W)
+    1F1B that sends before it computes gradients of weights        (p - 1) (F + B)
+    interleaved 1F1B (Narayanan et al., 2021) that does so         (p - 1) (F + B) / v
+    zero-bubble, ZB-H1 (Qi et al., 2023)                           (p - 1) (F + B - W)
+
+beside its k (F + B + W) of work.
 """
 
 from __future__ import annotations
@@ -16,12 +21,12 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from ranks import PROGRAM, Recorder, Told, recorded
+from ranks import Recorder, Told, recorded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,6 +36,7 @@ from monoflow.runtime.trace import Event, bubble
 from monoflow.runtime.wiring import Wiring
 
 WIDTH, LENGTH, VOCABULARY = 16, 8, 32
+Order = Literal["1f1b", "zero-bubble"]
 
 
 class _Clock:
@@ -122,12 +128,28 @@ class Model(nn.Module):
 
 
 class Job(NamedTuple):
-    """What the ranks run: a layer a stage."""
+    """What the ranks run: two layers each.
 
-    stages: int
+    Attributes:
+        milliseconds: that a product sleeps.
+    """
+
+    ranks: int
+    schedule: Order
+    chunks: int
     micro_batches: int
     steps: int
     milliseconds: float
+
+    @property
+    def name(self) -> str:
+        """Of its schedule."""
+        return self.schedule + (f", {self.chunks} stages a rank" if self.chunks > 1 else "")
+
+    @property
+    def program(self) -> str:
+        """Tells its events from those of others."""
+        return f"{self.name}, {self.micro_batches}"
 
 
 class Result(NamedTuple):
@@ -135,8 +157,8 @@ class Result(NamedTuple):
 
     Attributes:
         bubbles: of every step.
-        live: the most micro-batches that forward left for backward at a time, by stage.
-        slots: of those registers, by stage.
+        live: the most micro-batches that forward left for backward at a time, by rank.
+        slots: of those registers, by rank.
         overflows: registers that held more than they have slots.
     """
 
@@ -146,10 +168,12 @@ class Result(NamedTuple):
     overflows: int
 
 
-def run(job: Job) -> Result:
-    """Runs a job on processes of its own."""
-    events, wirings = recorded(job.stages, _steps, job)
-    return judged(events, wirings)
+def run(jobs: Sequence[Job]) -> Iterator[tuple[Job, Result]]:
+    """Runs jobs of one number of ranks, one after the other, on processes of their own."""
+    events, wirings = recorded(jobs[0].ranks, _all_steps, list(jobs))
+    for job in jobs:
+        own = [one for one in events if one.program == job.program]
+        yield job, judged(own, [one for one in wirings if one.program == job.program])
 
 
 def judged(events: Sequence[Event], wirings: Sequence[Wiring]) -> Result:
@@ -176,13 +200,15 @@ def judged(events: Sequence[Event], wirings: Sequence[Wiring]) -> Result:
 
 def compiled(job: Job) -> tuple[Any, Tensor]:
     """The step and its batch."""
-    register()
     torch.manual_seed(0)
-    model = Model(job.stages)
+    model = Model(2 * job.ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    where = flow.placement("cpu", list(range(job.stages)))
+    stages = job.chunks * job.ranks
 
-    @flow.graph(model, optimizer, placement=where, plan="pipeline", micro_batches=job.micro_batches)
+    @flow.graph(
+        model, optimizer, placement=flow.placement("cpu", list(range(job.ranks))), plan="pipeline",
+        micro_batches=job.micro_batches, stages=stages, schedule=job.schedule,
+    )  # fmt: skip
     def step(ids: Tensor) -> Tensor:
         logits = model(ids)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -191,55 +217,68 @@ def compiled(job: Job) -> tuple[Any, Tensor]:
         optimizer.zero_grad()
         return loss
 
-    for stage in range(job.stages):
-        step.stage(f"blocks.{stage}", stage)
+    for block in range(2 * job.ranks):
+        step.stage(f"blocks.{block}", block * stages // (2 * job.ranks))
     return step, torch.randint(0, VOCABULARY, (job.micro_batches, LENGTH))
 
 
-def _steps(rank: int, job: Job) -> Told:
-    """What the steps of a rank did, and its wiring. Every rank calls it."""
+def _all_steps(rank: int, jobs: Sequence[Job]) -> Told:
+    """What the steps of a rank did in all jobs, and the wirings of these. Every rank calls it."""
+    register()
+    told: Told = [], []
+    for job in jobs:
+        events, wiring = _steps(rank, job)
+        told[0].extend(tuple(one) for one in events)
+        told[1].append(wiring.as_data())
+    return told
+
+
+def _steps(rank: int, job: Job) -> tuple[list[Event], Wiring]:
     step, batch = compiled(job)
+    _Clock.seconds = 0.0
     step(batch).item()
-    found, recorder = step._require(), Recorder()
+    found, recorder = step._require(), Recorder(job.program)
     _Clock.seconds = job.milliseconds / 1e3
     found.engine.recorder = recorder
     for _ in range(job.steps):
         dist.barrier()
         step(batch).item()
     found.engine.recorder = None
-    wiring = Wiring.of(PROGRAM, found.lowered.programs[rank])
-    return [tuple(one) for one in recorder.events], wiring.as_data()
+    return recorder.events, Wiring.of(job.program, found.lowered.programs[rank])
 
 
-def theory(job: Job) -> tuple[float, float]:
-    """The bubble of 1F1B, and of 1F1B that sends before it computes the gradients of weights."""
-    stages, count = job.stages, job.micro_batches
-    return (stages - 1) / (count + stages - 1), 2 * (stages - 1) / (3 * count + 2 * (stages - 1))
+def theory(job: Job) -> float:
+    """The bubble of a job's schedule, if F, B and W take equally long."""
+    idle = (job.ranks - 1) * (1 if job.schedule == "zero-bubble" else 2) / job.chunks
+    return idle / (3 * job.micro_batches + idle)
+
+
+SCHEDULES: list[tuple[Order, int]] = [("1f1b", 1), ("1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--milliseconds", type=float, default=20, help="that a product sleeps")
+    parser.add_argument("--milliseconds", type=float, default=15, help="that a product sleeps")
     options = parser.parse_args()
-    print(
-        "| stages | micro-batches | 1F1B | sends first | measured | lowest - highest | live / slots | over |"
-    )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for stages in options.stages:
-        for count in options.micro_batches:
-            job = Job(stages, count, options.steps, options.milliseconds)
-            found = run(job)
-            whole, split = theory(job)
+    columns = ["ranks", "schedule", "micro-batches", "in one piece", "theory", "measured", "off"]
+    columns += ["lowest - highest", "live / slots", "over"]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
+    for ranks in options.ranks:
+        jobs = [
+            Job(ranks, schedule, chunks, count, options.steps, options.milliseconds)
+            for count in options.micro_batches
+            for schedule, chunks in SCHEDULES
+        ]
+        for job, found in run(jobs):
+            whole = (ranks - 1) / job.chunks / (job.micro_batches + (ranks - 1) / job.chunks)
             kept = ", ".join(f"{a}/{b}" for a, b in zip(found.live, found.slots, strict=True))
             low, high, median = min(found.bubbles), max(found.bubbles), statistics.median(found.bubbles)
-            print(
-                f"| {stages} | {count} | {whole:.1%} | {split:.1%} | {median:.1%} | "
-                f"{low:.1%} - {high:.1%} | {kept} | {found.overflows} |",
-                flush=True,
-            )
+            row = [ranks, job.name, job.micro_batches, f"{whole:.1%}", f"{theory(job):.1%}", f"{median:.1%}"]
+            row += [f"{100 * (median - theory(job)):+.1f}", f"{low:.1%} - {high:.1%}", kept, found.overflows]
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":

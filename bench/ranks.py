@@ -15,21 +15,20 @@ from monoflow.runtime.recorder import Fired
 from monoflow.runtime.trace import Event
 from monoflow.runtime.wiring import Wiring
 
-#: The name of the one program that a bench runs.
-PROGRAM = "gpt"
-#: Events and wiring of a rank, as they go through a pipe.
-Told = tuple[list[tuple], Any]
+#: Events and wirings of a rank, as they go through a pipe.
+Told = tuple[list[tuple], list[Any]]
 
 
 class Recorder:
-    """Keeps events."""
+    """Keeps the events of a program."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
+        self.program = program
         self.events: list[Event] = []
 
     def record(self, fired: Fired) -> None:
         """As `runtime.recorder` says."""
-        self.events.append(Event.of(PROGRAM, fired))
+        self.events.append(Event.of(self.program, fired))
 
 
 def recorded(
@@ -49,7 +48,7 @@ def recorded(
         for process in processes:
             process.join()
     events = [Event(*one) for events, _ in found for one in events]
-    return events, [Wiring.from_data(data) for _, data in found]
+    return events, [Wiring.from_data(data) for _, wirings in found for data in wirings]
 
 
 def _rank(

@@ -194,6 +194,8 @@ def plan(
     balance: str = "static",
     *,
     refine: bool = False,
+    num_stages: int | None = None,
+    zero_bubble: bool = False,
 ) -> Plan:
     """Plans the captured step; warns of every op that has no rule, with what its replication costs.
 
@@ -205,6 +207,8 @@ def plan(
         micro_batches: in how many the batch is walked; None to let the planner choose.
         balance: whether every rank walks its own, "static", or pulls them as it is free, "dynamic".
         refine: whether "auto" may make a part of a grid's outermost axis an axis of a pipeline's stages.
+        num_stages: of a pipeline; one a rank of its axis when left out.
+        zero_bubble: whether a pipeline's stages compute the gradients of weights when nobody waits for them.
     """
     log = stage_logger("plan")
     start = time.perf_counter()
@@ -223,6 +227,8 @@ def plan(
                 stages=stages,
                 micro_batches=micro_batches,
                 refine=refine,
+                num_stages=num_stages,
+                zero_bubble=zero_bubble,
             )
             candidates.append(with_prediction(balanced(one)) if balance == "dynamic" else one)
         except PlanError as error:  # another grid may fit

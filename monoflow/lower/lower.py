@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from ..graph.step_graph import Phase, metas_of
 from ..plan.donate import Donations, donations, overwritten
 from ..plan.parts import Parts
 from ..plan.plan import Plan
+from ..plan.rounds import Kind, Unit
 from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
 from ..plan.slots import kept
 from ..runtime.program import Port, Program, Rate, Register, Task, gated, verify
@@ -54,9 +55,13 @@ def lower(
             own = parts.of(coordinate)
             segments = _segments(own, plan.is_pulled)
             given = donations(plan, own, [segment.items for segment in segments])
-            cuts[key] = own, segments, given, kept(plan, own, coordinate)
+            cuts[key] = own, segments, given, _slots(own, coordinate)
         programs[rank] = _RankLowering(plan, *cuts[key], rules, rank, device).program()
     return Lowered(plan, programs, made)
+
+
+def _slots(own: Schedule, coordinate: Sequence[int]) -> dict[LaidOut, int]:
+    return {} if own.rounds is None else kept(own, coordinate[own.rounds.axis])
 
 
 @dataclass
@@ -79,6 +84,14 @@ class _Segment:
     def is_walked(self) -> bool:
         return not self.items or self.items[0].walked
 
+    @property
+    def unit(self) -> Unit | None:
+        return self.items[0].unit if self.items else None
+
+    def goes_with(self, item: Op | Box) -> bool:
+        """Whether an item is done as often as those that are here, and with the same stage's work."""
+        return self.is_walked == item.walked and self.unit == item.unit
+
     def takes_with(self, box: Box) -> bool:
         """Whether a move goes with those that are here, as one collective."""
         last = self.items[-1]
@@ -100,7 +113,7 @@ def _segments(made: Schedule, is_pulled: bool) -> list[_Segment]:
             is_collective
             or before is None
             or before.collective
-            or before.items[0].walked != item.walked
+            or not before.goes_with(item)
             or at == made.gate  # what may be held back is a task of its own
         ):
             segments.append(_Segment())
@@ -143,13 +156,18 @@ class _RankLowering:
         self.unit: tuple[int, ...] = ()  # the register of the number of what was pulled
         self.registers: list[Register] = []
         self.register_of: dict[LaidOut, int] = {}
+        self.turns: dict[Unit, tuple[int, ...]] = {}
+        self.backward: dict[int, int] = {}  # by stage: the last task of its backward
 
     def program(self) -> Program:
         """The rank's program, checked."""
         names = {node: name for name, node in self.plan.graph.placeholders.items()}
         for value in self.made.inputs:
             self._register(value)
-        tasks = [self._task(position, segment) for position, segment in enumerate(self.segments)]
+        tasks = [
+            replace(self._task(position, segment), **self._when(position, segment))
+            for position, segment in enumerate(self.segments)
+        ]
         in_place = {
             position
             for position, segment in enumerate(self.segments)
@@ -196,6 +214,28 @@ class _RankLowering:
             position, "pull", str(Phase.FORWARD), (), self.unit,
             after=tuple(range(position)), rate=Rate.MICRO, pulls=True,
         )  # fmt: skip
+
+    def _when(self, position: int, segment: _Segment) -> dict[str, tuple[int, ...]]:
+        """When a task's turn comes in a pipeline, and whom it lets go first.
+
+        That backward may be a little late for gradients of weights that could have waited makes all stages
+        before it late; with several stages a rank there is other work in between.
+        """
+        rounds, unit = self.made.rounds, segment.unit
+        if rounds is None:
+            return {}
+        if unit is None:
+            is_after = any(one.is_walked for one in self.segments[:position])
+            return {"turns": (rounds.end,)} if is_after else {}
+        if unit not in self.turns:
+            self.turns[unit] = rounds.turns(unit)
+        if segment.collective is None and unit.kind is Kind.BACKWARD:
+            self.backward[unit.stage] = position
+        found: dict[str, tuple[int, ...]] = {"turns": self.turns[unit]}
+        delay = rounds.delay(rounds.rank_of(unit)) if rounds.chunks == 1 else 0
+        if delay and unit.kind is Kind.WEIGHTS and segment.collective is None and unit.stage in self.backward:
+            found["behind"] = (self.backward[unit.stage], delay)
+        return found
 
     def _task(self, position: int, segment: _Segment) -> Task:
         if not segment.items:

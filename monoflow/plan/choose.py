@@ -22,6 +22,7 @@ from .batches import in_fewest, walked
 from .cost import Machine
 from .exact import require_exact
 from .pipelines import (
+    WAITED_FOR,
     Work,
     in_micro_batches,
     most_micro_batches,
@@ -29,6 +30,8 @@ from .pipelines import (
     product_names,
     stage_counts,
     staged_plan,
+    stages_at,
+    variants,
 )
 from .plan import Plan, Search
 from .predict import Prediction, predict
@@ -97,10 +100,15 @@ class Wanted:
 
 @dataclass
 class _Found:
-    """The best plan so far, all plans that were looked at, and why there is none yet."""
+    """The best plan so far, all plans that were looked at, and why there is none yet.
+
+    Attributes:
+        source: what the best plan was made of, if it is a pipeline.
+    """
 
     wanted: Wanted
     best: Plan | None = None
+    source: Plan | None = None
     refused: PlanError | None = None
     tried: dict[str, tuple[float, int]] = field(default_factory=dict)
 
@@ -138,6 +146,7 @@ def choose(wanted: Wanted) -> Plan:
     sources = _spread(found)
     if wanted.placement.size > 1 and wanted.is_free and sources:
         _pipelines(found, sources)
+        _schedules(found)
     if found.best is None:
         raise found.refused or PlanError(
             f"no plan on {wanted.placement} holds at most {wanted.limit:,} bytes a rank with "
@@ -289,9 +298,28 @@ def _pipeline(found: _Found, source: Plan, size: int, thorough: bool) -> bool:
         taken = found.consider(made, margin)
         if taken and not _is_exact(made, wanted.rules):
             found.best, taken = before, False
+        found.source = source if taken else found.source
         if not thorough and not taken:
             break
     return found.best is None or found.best.has_stages
+
+
+def _schedules(found: _Found) -> None:
+    """Looks at the best pipeline with two stages a rank, and with gradients of weights that wait."""
+    best, wanted = found.best, found.wanted
+    if best is None or not best.has_stages or found.source is None:
+        return
+    assert best.stage_axis is not None
+    size = best.placement.shape[best.stage_axis]
+    for num, zero_bubble in variants(best.graph, size, best.micro_batches):
+        try:
+            plan = staged_plan(found.source, size, num=num, zero_bubble=zero_bubble)
+            made = walked(plan, best.micro_batches, wanted.rules)
+        except PlanError:
+            continue
+        before = found.best
+        if found.consider(made, _CLEARLY) and not _is_exact(made, wanted.rules):
+            found.best = before
 
 
 def _is_exact(plan: Plan, rules: Mapping[Callable, OpRule]) -> bool:
@@ -315,7 +343,7 @@ def _estimate(plan: Plan, size: int, num: int) -> float:
     most = math.ceil(layers / size) * size / layers
     walked = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
     for phase, kinds in _predicted(plan).seconds_by.items():
-        bubble = (size + most * (num - 1)) / num if phase in walked else 1.0
+        bubble = (1 + WAITED_FOR * (size - 1) + most * (num - 1)) / num if phase in walked else 1.0
         for kind, seconds in kinds.items():
             shared = seconds / size * (size < plan.placement.shape[0])
             total += shared if kind == outer else seconds * bubble
@@ -330,7 +358,7 @@ def _as_stored(wanted: Wanted) -> Plan:
     """
     pins = {name: (B, *layout[1:]) for name, layout in wanted.pins.items()}
     whole = search(wanted.graph, wanted.placement, wanted.machine, pins, wanted.rules)
-    stages = {
+    ranks = {
         name.rpartition(".")[0]: layout[0].stage
         for name, layout in wanted.pins.items()
         if isinstance(layout[0], At) and name in wanted.graph.input_of and "." in name
@@ -338,7 +366,8 @@ def _as_stored(wanted: Wanted) -> Plan:
     }
     size = wanted.placement.shape[0]
     try:
-        plan = staged_plan(whole, size, stages)
+        stages, num = stages_at(wanted.graph, ranks, size)
+        plan = staged_plan(whole, size, stages, num)
     except PlanError:  # a module that runs at several stages has no place of its own
         plan = staged_plan(whole, size)
     found = _Found(wanted)

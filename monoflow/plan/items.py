@@ -11,6 +11,7 @@ from torch import fx
 from ..boxing.route import LOCAL_KINDS, Move
 from ..graph.step_graph import Output, Phase
 from ..sbp.layout import NdSbp
+from .rounds import Rounds, Unit
 
 
 class LaidOut(NamedTuple):
@@ -32,6 +33,7 @@ class Op:
 
     Attributes:
         walked: whether it is done for every micro-batch, not once a step.
+        unit: with which work of a pipeline's stage it is done, if it is walked.
     """
 
     node: fx.Node
@@ -39,6 +41,7 @@ class Op:
     outputs: tuple[LaidOut, ...]
     phase: Phase
     walked: bool = False
+    unit: Unit | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Box:
         walked: whether it is done for every micro-batch, not once a step.
         folds: whether it puts micro-batches together: its target is there after the last one.
         bundle: the number of those that go as one collective, one after another in the schedule; -1 if alone.
+        unit: with which work of a pipeline's stage it is done, if it is walked: on all ranks the same.
     """
 
     move: Move
@@ -64,6 +68,7 @@ class Box:
     walked: bool = False
     folds: bool = False
     bundle: int = -1
+    unit: Unit | None = None
 
     @property
     def inputs(self) -> tuple[LaidOut, ...]:
@@ -84,11 +89,15 @@ class Schedule:
 
     With micro-batches, what is walked stands together: what is before it is done before the first one, what
     is after it after the last.
+
+    Attributes:
+        rounds: how a pipeline's ranks go through the micro-batches.
     """
 
     items: tuple[Op | Box, ...]
     inputs: tuple[LaidOut, ...]
     outputs: tuple[tuple[Output, LaidOut], ...]
+    rounds: Rounds | None = None
 
     @cached_property
     def gate(self) -> int:

@@ -309,10 +309,11 @@ class Walk:
 
     def _waiting(self) -> int:
         """Bytes of the other micro-batches that wait at a stage for their backward."""
-        coordinate = self.shapes.coordinate[: self.plan.placement.num_axes]
-        slots = {
-            self.storage_of[value]: count for value, count in kept(self.plan, self.made, coordinate).items()
-        }
+        axis = self.made.rounds.axis if self.made.rounds is not None else 0
+        slots: dict[int, int] = {}
+        for value, count in kept(self.made, self.shapes.coordinate[axis]).items():
+            storage = self.storage_of[value]
+            slots[storage] = max(slots.get(storage, 1), count)
         born = {storage for made in self.begins for storage in made}
         return sum((count - 1) * self.sizes[storage] for storage, count in slots.items() if storage in born)
 

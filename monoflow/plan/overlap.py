@@ -161,7 +161,7 @@ class _Part:
         move = item.move  # type: ignore[union-attr]
         stages = tuple((axis, one) for axis, one in enumerate(move.source) if isinstance(one, At))
         partial = move.source[move.axis] if move.kind != "all_gather" else None
-        return item.phase, move.kind, move.axis, self._dtype(at), partial, stages
+        return item.phase, item.unit, move.kind, move.axis, self._dtype(at), partial, stages
 
     def _dtype(self, at: int) -> torch.dtype:
         source = self.items[at].source  # type: ignore[union-attr]

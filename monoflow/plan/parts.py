@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from ..boxing.route import Move
 from ..sbp.layout import At, B, is_held
-from .schedule import Box, Op, Schedule
+from .rounds import Rounds, Unit
+from .schedule import Box, LaidOut, Op, Schedule
 
 
 class Parts:
@@ -63,7 +64,38 @@ def _part(made: Schedule, coordinate: Sequence[int]) -> Schedule:
         if meets or any(value in read for value in item.outputs):
             items.append(item)
             read.update(item.inputs)
-    return Schedule(tuple(reversed(items)), tuple(one for one in made.inputs if one in read), outputs)
+    items.reverse()
+    if made.rounds is not None:
+        items = _with_readers(items, made.rounds, coordinate[made.rounds.axis])
+    return Schedule(tuple(items), tuple(one for one in made.inputs if one in read), outputs, made.rounds)
+
+
+def _with_readers(items: Sequence[Op | Box], rounds: Rounds, rank: int) -> list[Op | Box]:
+    """Does what any rank can compute right before the first of this rank's units that reads it."""
+    readers: dict[LaidOut, Unit] = {}
+    units: dict[int, Unit] = {}  # of such items
+    for at in reversed(range(len(items))):
+        item, unit = items[at], items[at].unit
+        if unit is None:
+            continue
+        is_local = isinstance(item, Op) or item.is_local
+        if is_local and rounds.rank_of(unit) != rank:
+            used = [readers[value] for value in item.outputs if value in readers]
+            unit = units[at] = min(used, key=lambda one: one.place, default=Unit(unit.kind, rank))
+        for value in item.inputs:
+            readers[value] = min(readers.get(value, unit), unit, key=lambda one: one.place)
+    held: dict[Unit, list[Op | Box]] = {}
+    result: list[Op | Box] = []
+    last = max((at for at, item in enumerate(items) if item.walked), default=-1)
+    for at, item in enumerate(items):
+        if at in units:
+            held.setdefault(units[at], []).append(replace(item, unit=units[at]))
+        else:
+            result += held.pop(item.unit, ()) if item.unit is not None else ()
+            result.append(item)
+        if at == last:
+            result += [one for unit in sorted(held, key=lambda one: one.place) for one in held[unit]]
+    return result
 
 
 def _share(item: Op | Box, coordinate: Sequence[int]) -> Op | Box | None:

@@ -2,8 +2,10 @@
 
 Along an axis of stages every op runs whole at its stage, so a cut goes with any layouts on the other axes:
 those of a plan of the whole grid, searched or by a template, along what the stages leave of it. A pipeline
-takes at least its work at the rate of all devices, and a bubble: (S + k - 1) / k times that for forward and
-backward, with S stages and k micro-batches. One that could not be fast enough is not made.
+takes at least its work at the rate of all devices, and a bubble: with S ranks and k micro-batches, (S - 1) /
+k of forward and backward, of which the gradients of weights, a third, are nobody's wait. One that could not
+be fast enough is not made. Of the best one it is then seen whether it gains by two stages a rank, or by
+gradients of weights that wait.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from ..sbp.registry import OpRule
 from .axis import AxisPlan
 from .cost import Device, DeviceCost, Machine, op_seconds
 from .plan import Plan
+from .positions import positions
 from .predict import predict
 from .rows import rows_of_rank
 from .stages import StagePins, plan_stages, repeated_layers
@@ -28,6 +31,8 @@ from .verify import verify_plan
 
 #: The name of an axis of stages that a grid is given.
 STAGE_AXIS = "stage"
+#: The part of a micro-batch's work that the next stage, or the one before, waits for.
+WAITED_FOR = 2 / 3
 _MOST = 4  # micro-batches a stage: with more, little of the bubble is left to save
 
 
@@ -52,7 +57,7 @@ class Work:
 
     def at_least(self, num_ranks: int, num_stages: int, num: int) -> float:
         """Seconds that no pipeline on so many ranks is faster than, with `num` micro-batches."""
-        return (self.walked * (num_stages + num - 1) / num + self.rest) / num_ranks
+        return (self.walked * (1 + WAITED_FOR * (num_stages - 1) / num) + self.rest) / num_ranks
 
 
 def stage_counts(graph: StepGraph, placement: Placement, refine: bool) -> Iterator[int]:
@@ -71,21 +76,26 @@ def stage_counts(graph: StepGraph, placement: Placement, refine: bool) -> Iterat
         yield size
 
 
-def staged_plan(source: Plan, size: int, pins: StagePins | None = None) -> Plan:
+def staged_plan(
+    source: Plan, size: int, pins: StagePins | None = None, num: int | None = None, zero_bubble: bool = False
+) -> Plan:
     """A plan with its outermost axis, or a part of it, as the stages of a pipeline.
 
     Args:
         source: a plan of the whole batch at once. Where its outermost axis has more than `size` ranks, those
             that are left keep its layouts along it.
-        size: how many stages; it divides the axis.
+        size: how many ranks have stages; it divides the axis.
         pins: modules that shall lie at given stages.
+        num: how many stages there are; one a rank when left out.
+        zero_bubble: whether gradients of weights wait until nobody else does.
 
     Raises:
         PlanError: the step cannot be cut so.
     """
     whole, graph = source.placement, source.graph
     rest = whole.shape[0] // size
-    stages = plan_stages(graph, size, pins or {}, DeviceCost())
+    num = num or size
+    stages = plan_stages(graph, size, pins or {}, DeviceCost(), num)
     machine = source.machine
     if rest > 1:
         shape, axes, begin = (size, rest, *whole.shape[1:]), (STAGE_AXIS, *whole.axes), 0
@@ -94,18 +104,44 @@ def staged_plan(source: Plan, size: int, pins: StagePins | None = None) -> Plan:
     else:
         shape, axes, begin = whole.shape, whole.axes, 1
     inner = f"{source.name} on {' x '.join(map(str, shape[1:]))}" if len(shape) > 1 else ""
+    several = f" in {num} stages" * (num > size) + ", zero-bubble" * zero_bubble
     made = replace(
         source,
         placement=Placement(whole.device_type, whole.ranks, shape, axes),
-        name=f"{PIPELINE} of {size} x {inner}" if inner else f"{PIPELINE} of {size}",
+        name=f"{PIPELINE} of {size}{several}" + (f" x {inner}" if inner else ""),
         signatures=_in_front(source, stages, begin),
         inputs={name: (stages.stored[name], *one[begin:]) for name, one in source.inputs.items()},
         outputs={name: (stages.outputs[name], *one[begin:]) for name, one in source.outputs.items()},
         machine=machine,
         search=None,
         predicted=None,
+        zero_bubble=zero_bubble,
     )
     return verify_plan(made)
+
+
+def stages_at(graph: StepGraph, ranks: Mapping[str, int], size: int) -> tuple[dict[str, int], int]:
+    """The stages of modules that lie at given ranks, as forward goes through them, and how many there are.
+
+    Args:
+        ranks: of modules with parameters of their own, by name.
+    """
+    found: dict[str, int] = {}
+    stage = 0
+    for node in positions(graph).forward:
+        module = info_of(node).module
+        if module in ranks and module not in found:
+            stage += (ranks[module] - stage) % size
+            found[module] = stage
+    return found, size * (stage // size + 1)
+
+
+def variants(graph: StepGraph, size: int, num_micro_batches: int) -> Iterator[tuple[int, bool]]:
+    """Other schedules of a pipeline along so many ranks: (stages, whether gradients of weights wait)."""
+    if num_micro_batches < 2:
+        return
+    several = [2 * size] if 2 * size <= repeated_layers(graph) else []
+    yield from [(size, True), *((num, zero_bubble) for num in several for zero_bubble in (False, True))]
 
 
 def _in_front(source: Plan, stages: AxisPlan, begin: int) -> dict[str, tuple]:

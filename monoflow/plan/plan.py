@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 _LETTERS: Mapping[type, str] = {Split: "S", Partial: "P", Broadcast: "B", At: "At"}
-_FORMAT = 6
+_FORMAT = 7
 
 #: The name of the axis of micro-batches.
 TIME_AXIS = "time"
@@ -79,6 +79,7 @@ class Plan:
             mesh: of so many coordinates, which every rank goes through one after the other.
         is_pulled: whether ranks pull micro-batches, their own or another's, as they are free (see `balance`).
         is_frugal: whether nothing is held a while longer so that moves can hide behind compute.
+        zero_bubble: whether a stage computes the gradients of weights when nobody waits for it.
     """
 
     graph: StepGraph
@@ -96,6 +97,7 @@ class Plan:
     micro_batches: int = 1
     is_pulled: bool = False
     is_frugal: bool = False
+    zero_bubble: bool = False
 
     @property
     def has_time(self) -> bool:
@@ -124,10 +126,16 @@ class Plan:
         signatures = {name: axes[:-1] for name, axes in self.signatures.items()}
         return replace(self, signatures=signatures, micro_batches=1, is_pulled=False, predicted=None)
 
+    @cached_property
+    def stage_axis(self) -> int | None:
+        """The axis of the placement at whose ranks a pipeline's stages lie."""
+        layouts = (*self.inputs.values(), *self.outputs.values())
+        return next((axis for one in layouts for axis, sbp in enumerate(one) if isinstance(sbp, At)), None)
+
     @property
     def has_stages(self) -> bool:
         """Whether some of the state lies at one stage of an axis."""
-        return any(isinstance(one, At) for layout in self.inputs.values() for one in layout)
+        return self.stage_axis is not None
 
     @property
     def overlaps(self) -> bool:
@@ -218,6 +226,7 @@ class Plan:
             "micro_batches": self.micro_batches,
             "is_pulled": self.is_pulled,
             "is_frugal": self.is_frugal,
+            "zero_bubble": self.zero_bubble,
             "placement": {
                 "device_type": self.placement.device_type,
                 "ranks": self.placement.ranks,
@@ -312,6 +321,7 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
         micro_batches=data["micro_batches"],
         is_pulled=data["is_pulled"],
         is_frugal=data["is_frugal"],
+        zero_bubble=data["zero_bubble"],
     )
 
 

@@ -44,6 +44,8 @@ def plan_step(
     stages: StagePins | None = None,
     micro_batches: int | None = None,
     refine: bool = False,
+    num_stages: int | None = None,
+    zero_bubble: bool = False,
 ) -> Plan:
     """Plans a step: by search, or by a template and what a user pins.
 
@@ -58,6 +60,8 @@ def plan_step(
         micro_batches: in how many the batch is walked; None to choose, 1 for a template.
         refine: whether "auto" may make a part of the outermost axis an axis of its own, of a pipeline's
             stages. Without it, or with pins, all of that axis may become one.
+        num_stages: of a pipeline; one a rank of its axis when left out.
+        zero_bubble: whether a stage computes the gradients of weights when nobody waits for it.
 
     Raises:
         PlanError, LayoutError: the template is unknown, a pin does not fit, nothing fits the limit, or the
@@ -66,13 +70,11 @@ def plan_step(
     machine = (machine or REFERENCE).on(placement.num_axes)
     pins = pins or {}
     rules = RuleBook() if rules is None else rules
-    if stages and (name == AUTO or PIPELINE not in parse(name, placement)):
-        raise PlanError(
-            f"modules are pinned to stages ({', '.join(map(repr, stages))}), but plan={name!r} has none; "
-            "choose plan='pipeline', or a product such as 'pipeline x data'"
-        )
+    if name == AUTO or PIPELINE not in parse(name, placement):
+        _refuse_stages(name, stages or {}, num_stages, zero_bubble)
     if name != AUTO:
-        made = replace(_by_template(graph, placement, name, pins, rules, stages or {}), machine=machine)
+        made = _by_template(graph, placement, name, pins, rules, stages or {}, num_stages)
+        made = replace(made, machine=machine, zero_bubble=zero_bubble)
         return walked(replace(made, predicted=predict(made, machine)), micro_batches or 1, rules)
 
     def by_template(template: str) -> Plan:
@@ -84,6 +86,18 @@ def plan_step(
     return choose(wanted)
 
 
+def _refuse_stages(name: str, stages: StagePins, num: int | None, zero_bubble: bool) -> None:
+    """Raises PlanError if something is asked of a pipeline where there is none."""
+    asked = [f"modules are pinned to stages ({', '.join(map(repr, stages))})"] if stages else []
+    asked += [f"stages={num} is asked for"] if num is not None else []
+    asked += ['schedule="zero-bubble" is asked for'] if zero_bubble else []
+    if asked:
+        raise PlanError(
+            f"{' and '.join(asked)}, but plan={name!r} has none; choose plan='pipeline', or a product such "
+            "as 'pipeline x data'"
+        )
+
+
 def _by_template(
     graph: StepGraph,
     placement: Placement,
@@ -91,18 +105,22 @@ def _by_template(
     pins: Pins,
     rules: Mapping[Callable, OpRule],
     stages: StagePins,
+    num_stages: int | None,
 ) -> Plan:
+    def cut(graph: StepGraph, size: int) -> AxisPlan:
+        return plan_stages(graph, size, stages, device, num_stages)
+
     device = DeviceCost()
     rewrites: list[Rewrite] = [PREPARE] if "zero" in parse(name, placement) else []
     captured, graph = graph, rewritten(graph, rewrites, rules)
-    axes = _plan_axes(graph, placement, name, rules, pins, device, stages)
+    axes = _plan_axes(graph, placement, name, rules, pins, device, cut)
     improved = True
     while improved:
         improved = False
         for names in _alternatives(graph, axes, rules):
             rewrite: Rewrite = ("expand", tuple(sorted(names)))
             expanded = rewritten(graph, [rewrite], rules)
-            other = _plan_axes(expanded, placement, name, rules, pins, device, stages)
+            other = _plan_axes(expanded, placement, name, rules, pins, device, cut)
             if sum(one.cost for one in other) < sum(one.cost for one in axes):
                 log.info("simpler forms of %s pay", ", ".join(sorted(names)))
                 graph, axes, improved = expanded, other, True
@@ -119,7 +137,7 @@ def _plan_axes(
     rules: Mapping[Callable, OpRule],
     pins: Pins,
     device: DeviceCost,
-    stages: StagePins,
+    cut: Callable[[StepGraph, int], AxisPlan],
 ) -> list[AxisPlan]:
     templates = [TEMPLATES.get(one) for one in parse(name, placement)]
     chosen = _chosen_storage(graph, placement, templates, rules, pins, device)
@@ -129,7 +147,7 @@ def _plan_axes(
         template = templates[axis]
         if template is None:
             _check_free(pins, axis)
-            solved.append(plan_stages(graph, size, stages, device))
+            solved.append(cut(graph, size))
             continue
         taken: dict[str, set[int]] = {}
         for other, stored in (*chosen.items(), *((i, plan.stored) for i, plan in enumerate(solved))):

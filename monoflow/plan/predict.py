@@ -25,7 +25,7 @@ from .op_class import ARITHMETIC, class_of
 from .parts import Parts
 from .plan import Plan
 from .schedule import Box, Op, Schedule, schedule
-from .together import clocks
+from .together import Clock, clocks
 
 _COPY, _ADD = torch.ops.aten.clone.default, torch.ops.aten.add.Tensor
 
@@ -150,26 +150,27 @@ def predict(
     each = {stage: _of_rank(plan, walk, costs[stage], hides[stage]) for stage, walk in walks.items()}
     once = {
         stage: [
-            (one.seconds - less) / (plan.micro_batches if item.walked else 1)
+            (one.seconds - less * (one.collective != "send")) / (plan.micro_batches if item.walked else 1)
             for item, one, less in zip(walk.made.items, costs[stage], hides[stage], strict=True)
         ]
         for stage, walk in walks.items()
     }
-    spans = clocks({stage: walk.made for stage, walk in walks.items()}, once)
-    # The first micro-batch goes through all stages; the others follow as fast as the slowest stage lets them.
-    others = plan.micro_batches - 1
-    walked = {
-        stage: sum(seconds for item, seconds in zip(walk.made.items, once[stage], strict=True) if item.walked)
-        for stage, walk in walks.items()
-    }
+    spans = clocks({stage: walk.made for stage, walk in walks.items()}, once, plan.micro_batches)
     stage, worst = max(each.items(), key=lambda pair: pair[1].peak_bytes)
-    end = max(clock.end for clock in spans.values()) + others * max(walked.values())
-    spent = {phase: dict(kinds) for phase, kinds in worst.seconds_by.items()}
-    for phase, seconds in spans[stage].waits.items():
-        spent.setdefault(phase, {})[WAIT] = seconds
-    last = spent.setdefault(str(Phase.UPDATE), {})
-    last[WAIT] = last.get(WAIT, 0.0) + end - spans[stage].end - others * walked[stage]
-    return replace(worst, seconds=end, seconds_by=spent)
+    end = max(clock.end for clock in spans.values())
+    return _with_waits(worst, spans[stage], end)
+
+
+def _with_waits(alone: Prediction, clock: Clock, end: float) -> Prediction:
+    """A stage's rank in a step that ends when all are done: what its work and sends do not fill, it waits."""
+    spent = {phase: dict(kinds) for phase, kinds in alone.seconds_by.items()}
+    waited = end + alone.hidden - sum(seconds for kinds in spent.values() for seconds in kinds.values())
+    waits = {**clock.waits, str(Phase.UPDATE): clock.waits.get(str(Phase.UPDATE), 0.0) + end - clock.end}
+    idle = sum(waits.values())
+    for phase, seconds in waits.items():
+        if seconds and waited > 0:
+            spent.setdefault(phase, {})[WAIT] = waited * seconds / idle
+    return replace(alone, seconds=end, seconds_by=spent, hidden=alone.hidden + max(0.0, -waited))
 
 
 def fullest(plan: Plan, prices: Prices) -> Walk:

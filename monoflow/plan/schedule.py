@@ -12,6 +12,7 @@ from ..boxing.route import LOCAL_KINDS, LinkCost, Route
 from ..graph.step_graph import Phase, Role, is_getitem, source_of
 from ..sbp.layout import B, Broadcast, NdSbp, Partial, Split
 from .balance import pulled
+from .by_stage import by_stage
 from .facts import Facts, facts_of
 from .gate import behind_gate
 from .in_time import in_time, prepared
@@ -20,7 +21,6 @@ from .order import ordered
 from .overlap import overlapped
 from .paths import Paths
 from .plan import Plan
-from .sends_first import sends_first
 
 __all__ = ["Box", "LaidOut", "Op", "Schedule", "schedule"]
 
@@ -63,8 +63,9 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
         items = in_time(plan, maker.facts, items, leaving)
     if plan.is_pulled:
         items = pulled(plan, items, maker.facts, inputs, leaving)
-    if plan.has_stages and not plan.is_frugal:
-        items = sends_first(items)
+    rounds = None
+    if plan.has_stages and plan.has_time:
+        items, rounds = by_stage(plan, items)
     if plan.overlaps:
         items = overlapped(
             items,
@@ -73,7 +74,7 @@ def schedule(plan: Plan, observe: bool = False, facts: Facts | None = None) -> S
             {value for one, value in outputs if one.checked},
         )
     items = behind_gate(items, Schedule(tuple(items), inputs, outputs))
-    return Schedule(_numbered(items), inputs, outputs)
+    return Schedule(_numbered(items), inputs, outputs, rounds)
 
 
 def _numbered(items: Sequence[Op | Box]) -> tuple[Op | Box, ...]:

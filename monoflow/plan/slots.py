@@ -1,48 +1,60 @@
-"""How many micro-batches of a tensor a stage keeps at a time.
+"""How many micro-batches of a tensor a rank of a pipeline keeps at a time.
 
-What forward of a micro-batch leaves for its backward waits, at stage s of S, while the stages after it work:
-for S - s micro-batches there is room, so that many are under way at once. One-forward-one-backward follows
-(Narayanan et al., "PipeDream", 2019): a stage without room for another forward waits for a backward. All
-other tensors are read before the next micro-batch makes them again.
+As many as are under way between who makes it and who reads it last, when the rank does its work in the order
+of its rounds: with S stages, one each, what forward of stage s leaves for its backward has S - s slots. That
+order follows from them (Narayanan et al., "PipeDream", 2019): a rank without room for another forward waits
+for a backward. What another stage sends has one slot more, so that it comes while the rank is at something
+else. All other tensors are read before the next micro-batch makes them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ..graph.step_graph import Phase
-from ..sbp.layout import At
-from .plan import Plan
-from .schedule import LaidOut, Schedule
-
-_BACKWARD = (Phase.BACKWARD, Phase.RECOMPUTE)
+from .items import Box, LaidOut, Schedule
+from .rounds import Kind, Rounds, Unit
 
 
-def kept(plan: Plan, own: Schedule, coordinate: Sequence[int]) -> dict[LaidOut, int]:
-    """The slots of what one rank keeps for backward; what is left out has one.
+def kept(own: Schedule, rank: int) -> dict[LaidOut, int]:
+    """The slots of what one rank makes or receives; what is left out has one.
 
     Args:
         own: the rank's part of the schedule.
-        coordinate: its place in the placement.
+        rank: its place along the axis of stages.
     """
-    depth = _depth(plan, own, coordinate)
-    if depth == 1:
+    rounds = own.rounds
+    if rounds is None:
         return {}
-    made: set[LaidOut] = set()
-    found: dict[LaidOut, int] = {}
+    made: dict[LaidOut, Unit] = {}
+    received: dict[LaidOut, None] = {}
+    slots: dict[LaidOut, int] = {}
+    known: dict[tuple[Unit, Unit], int] = {}
     for item in own.items:
-        if item.phase in _BACKWARD:
-            found |= {value: depth for value in item.inputs if value in made}
-        elif item.walked:
-            made.update(item.outputs)
-    return found
+        if not item.walked:
+            continue
+        assert item.unit is not None, f"{item} is of no unit"
+        for value in item.inputs:
+            if value in made:
+                pair = made[value], _read_by(item.unit, rounds, rank)
+                if pair not in known:
+                    known[pair] = rounds.live(*pair)
+                slots[value] = max(slots.get(value, 1), known[pair])
+        if isinstance(item, Box) and not item.is_local and not item.gives:
+            if rounds.rank_of(item.unit) != rank:
+                received |= dict.fromkeys(item.outputs)
+            made |= dict.fromkeys(item.outputs, _arrives_with(item.unit, rounds, rank))
+        elif not (isinstance(item, Box) and item.folds):
+            made |= dict.fromkeys(item.outputs, item.unit)
+    slots |= {value: min(slots.get(value, 1) + 1, rounds.micro_batches) for value in received}
+    return {value: count for value, count in slots.items() if count > 1}
 
 
-def _depth(plan: Plan, own: Schedule, coordinate: Sequence[int]) -> int:
-    """The micro-batches that are under way at a rank's stage; 1 without stages."""
-    for item in own.items if plan.has_time else ():
-        for value in item.outputs:
-            for axis, one in enumerate(value.layout):
-                if isinstance(one, At):
-                    return min(plan.placement.shape[axis] - coordinate[axis], plan.micro_batches)
-    return 1
+def _arrives_with(unit: Unit, rounds: Rounds, rank: int) -> Unit:
+    """What another rank makes is there with this rank's next stage on the way, whichever reads it."""
+    ways = range(rank, rounds.stages, rounds.ranks)
+    if unit.kind is Kind.FORWARD:
+        return Unit(unit.kind, min((one for one in ways if one >= unit.stage), default=unit.stage))
+    return Unit(unit.kind, max((one for one in ways if one <= unit.stage), default=rank))
+
+
+def _read_by(unit: Unit, rounds: Rounds, rank: int) -> Unit:
+    """A reader as one of the rank's own units: what others ask for in backward, they do before its last."""
+    return unit if rounds.rank_of(unit) == rank else Unit(Kind.BACKWARD, rank)

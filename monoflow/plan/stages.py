@@ -1,9 +1,11 @@
 """The cut of a step into the stages of a pipeline: forward, backward and update of a layer together.
 
-Forward ops are cut, in the order in which they run, into as many stretches as an axis has ranks, so that no
-forward work ever goes back. Cuts lie between repeated layers where there are enough of them. The stage that
-takes longest is as short as it can be, its sends included; of cuts as good as that, the one that sends least.
-Along its axis every op then runs whole at its stage, and what another stage reads is sent there.
+Forward ops are cut, in the order in which they run, into as many stretches as an axis has ranks, or as often
+as many: stage s lies at rank s mod p, so that each of p ranks has several (Narayanan et al., "Efficient
+large-scale language model training on GPU clusters", 2021). No forward work ever goes back to an earlier
+stage. Cuts lie between repeated layers where there are enough of them. The stage that takes longest is as
+short as it can be, its sends included; of cuts as good as that, the one that sends least. Along its axis
+every op then runs whole at its stage's rank, and what is read at another is sent there.
 """
 
 from __future__ import annotations
@@ -60,19 +62,31 @@ class Cut:
         return int(np.searchsorted(self.starts, position, side="right")) - 1
 
 
-def plan_stages(graph: StepGraph, size: int, pins: StagePins, device: DeviceCost) -> AxisPlan:
+def plan_stages(
+    graph: StepGraph, size: int, pins: StagePins, device: DeviceCost, num: int | None = None
+) -> AxisPlan:
     """Plans an axis as the stages of a pipeline.
 
     Args:
-        size: how many stages.
+        size: how many ranks.
         pins: modules that shall lie at given stages.
+        num: how many stages, as often as many as ranks; one a rank when left out.
 
     Raises:
-        PlanError: the forward pass has fewer ops than there are stages, or the pins cannot be met.
+        PlanError: the forward pass has fewer ops than there are stages, the ranks cannot have equally many,
+        or
+            the pins cannot be met.
     """
+    num = num or size
+    if num % size or (size == 1 and num > 1):
+        few = f"{size} or {2 * size}" if size > 1 else "1"
+        raise PlanError(
+            f"stages={num} on an axis of {size} ranks: each rank has equally many, and one alone has one; "
+            f"give {few}, or another placement"
+        )
     found = positions(graph)
-    cut = cut_stages(graph, found, size, pins, device)
-    stage = {node: cut.stage_of(at) for node, at in found.of.items()}
+    cut = cut_stages(graph, found, num, pins, device)
+    stage = {node: cut.stage_of(at) % size for node, at in found.of.items()}
     everywhere = _read_at(graph, found, stage)
     layouts: dict[fx.Node, Sbp] = {node: At(one) for node, one in stage.items()}
     layouts |= {node: B if one is None else At(one) for node, one in everywhere.items()}
@@ -91,7 +105,7 @@ def plan_stages(graph: StepGraph, size: int, pins: StagePins, device: DeviceCost
 
 
 def _read_at(graph: StepGraph, found: Positions, stage: Mapping[fx.Node, int]) -> dict[fx.Node, int | None]:
-    """Of what can be computed anywhere: the one stage that reads it, or None for several (then it is B)."""
+    """Of what can be computed anywhere: the one rank that reads it, or None for several (then it is B)."""
     results = {source_of(node)[0] for node in graph.results}
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.calls():

@@ -1,9 +1,9 @@
 """The engine: every task of every rank that this process hosts is an actor.
 
 An actor fires when its input registers are full and a slot of each of its output registers is free; `network`
-says who waits for whom. Of those that could fire, the one of the earliest micro-batch and then the first in
-program order does: memory is then what the plan's schedule says it is (to gather every parameter at once,
-because all of them are there, would fill it), and backward of a micro-batch goes before forward of the next.
+says who waits for whom. Of those that could fire, the one whose turn is first and then the first in program
+order does: memory is then what the plan's schedule says it is (to gather every parameter at once, because all
+of them are there, would fill it), and a micro-batch goes before the next, or as a pipeline's rounds have it.
 Results do not depend on that order. Moves fire in one order for each channel, the same on every rank: they
 block, so that is what keeps data-driven firing from deadlock.
 
@@ -180,7 +180,7 @@ class Engine:
         firing.start()
         marking, actors = Marking(self.network), self.network.actors
         self._marking = marking
-        ready = Ready((0, actor.task.index, actor.number) for actor in marking.ready())
+        ready = Ready((one.task.turn(0), one.task.index, one.number) for one in marking.ready())
         while ready:
             actor = actors[ready.pop()[2]]
             time = marking.begin(actor)
@@ -189,7 +189,7 @@ class Engine:
             given = firing.end(registers, marking, actor, time, results)
             del results
             for one in given:
-                ready.push((marking.fired[one.number], one.task.index, one.number))
+                ready.push((one.task.turn(marking.fired[one.number]), one.task.index, one.number))
         if not marking.is_done:
             lines = [text for _, text in marking.wait_for_graph()]
             raise AssertionError("\n".join(["the program cannot finish:", *lines[:20]]))

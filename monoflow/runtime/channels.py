@@ -59,21 +59,25 @@ def channel_of(task: Task, placement: Placement, rank: int) -> Channel:
     return Channel("collectives", move.axis)
 
 
-def turns(actors: Sequence[T], micro_batches: int, depth: int) -> Iterator[T]:
+def turns(actors: Sequence[T], micro_batches: int, by_rank: bool) -> Iterator[T]:
     """The moves of a channel in the order in which they go in a step.
 
-    First those of the prologue, by their number; then the walked ones, by micro-batch and number, forward of
-    micro-batch t + depth - 1 together with backward of t, which is the order of one-forward-one-backward in a
-    stage that keeps `depth` micro-batches (Narayanan et al., "PipeDream", 2019); then the rest.
+    First those of the prologue, by their number; then the walked ones, by their turns and their number; then
+    the rest.
+
+    Args:
+        by_rank: whether the moves are of one rank's work, so that tasks' turns say when; else they go
+            micro-batch by micro-batch.
     """
     ordered = sorted(actors, key=lambda actor: actor.task.order)
     walked = [actor for actor in ordered if actor.task.rate is Rate.MICRO]
     first = walked[0].task.order if walked else -1
     once = [actor for actor in ordered if actor.task.rate is Rate.STEP]
     yield from (actor for actor in once if actor.task.order < first)
-    for time in range(1 - depth, micro_batches if walked else 1 - depth):
-        for actor in walked:
-            own = time + depth - 1 if actor.task.phase == "forward" else time
-            if 0 <= own < micro_batches:
-                yield actor
+    due = (
+        (actor.task.turn(time) if by_rank else time, actor.task.order, actor)
+        for time in range(micro_batches)
+        for actor in walked
+    )
+    yield from (actor for _, _, actor in sorted(due, key=lambda one: one[:2]))
     yield from (actor for actor in once if actor.task.order > first)

@@ -212,7 +212,8 @@ class Crew:
         """Actors can fire; wakes their lanes."""
         for actor in actors:
             lane = self._lane_of[actor.number]
-            lane.ready.push((flight.marking.fired[actor.number], actor.task.index, actor.number))
+            turn = actor.task.turn(flight.marking.fired[actor.number])
+            lane.ready.push((turn, actor.task.index, actor.number))
             if lane is not own:
                 lane.wake()
 

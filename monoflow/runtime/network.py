@@ -18,7 +18,7 @@ it without any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -82,6 +82,7 @@ class Actor:
         channel: whose order it keeps to: its lane's, or that of all, in one thread.
         takes: the edges into it.
         gives: (edge, tokens) of every firing, and of the last one of a step.
+        gives_late: (edge, number) of every firing after so many.
     """
 
     number: int
@@ -94,6 +95,7 @@ class Actor:
     takes: list[int] = field(default_factory=list)
     gives: list[tuple[int, int]] = field(default_factory=list)
     gives_last: list[tuple[int, int]] = field(default_factory=list)
+    gives_late: list[tuple[int, int]] = field(default_factory=list)
     turn: int = -1
 
     @property
@@ -258,6 +260,16 @@ class Network:
                 source.gives.append((edge, 1))
             else:
                 source.gives_last.append((edge, waiter.fires))
+        for task in program.tasks:
+            if task.behind:
+                self._set_behind(rank, task, *task.behind)
+
+    def _set_behind(self, rank: int, task: Task, first: int, number: int) -> None:
+        """A task waits until another has gone `number` micro-batches on, or has done its last."""
+        source, waiter = (self.actors[self._actor_of[rank, index]] for index in (first, task.index))
+        edge = self._edge(Waits.PACE, source.number, waiter)
+        source.gives_late.append((edge, number))
+        source.gives_last.append((edge, min(number, source.fires)))
 
     def _connect_register(
         self, program: Program, base: int, register: int, writer: Actor | None, reader: Actor
@@ -279,22 +291,7 @@ class Network:
     def turns(self) -> Iterator[tuple[Channel, Iterator[Actor]]]:
         """Of every channel whose moves have turns, who is next, from the start of a step."""
         for channel, actors in self.channels.items():
-            yield channel, turns(actors, self.micro_batches, self.depth(channel))
-
-    def depth(self, channel: Channel) -> int:
-        """How many micro-batches forward may be ahead of backward where a channel goes: its rank's slots."""
-        moves = [actor.task.move for actor in self.channels[channel]]
-        if self.one_order or any(move is not None and move.kind in ("send", "broadcast") for move in moves):
-            return 1  # its ranks are at different stages
-        members = {member.rank for actor in self.channels[channel] for member in actor.members}
-        return max(
-            (cells.modulus for rank in members for cells in self._cells_of(rank)),
-            default=1,
-        )
-
-    def _cells_of(self, rank: int) -> Sequence[Cells]:
-        base = self.bases[rank]
-        return self.cells[base : base + len(self.programs[rank].registers)]
+            yield channel, turns(actors, self.micro_batches, not self.one_order)
 
 
 class Marking:
@@ -339,6 +336,9 @@ class Marking:
             self._given.append(actor)
         for edge, _ in actor.gives:
             self._give(edge, 1)
+        for edge, late in actor.gives_late:
+            if fired > late:
+                self._give(edge, 1)
         if fired == actor.fires:
             for edge, tokens in actor.gives_last:
                 self._give(edge, tokens)

@@ -90,6 +90,10 @@ class Task:
             by number; by unit where they are pulled.
         pulls: whether it asks for the next unit of work.
         gated: whether it is held back, for this step, if what the program's gates hold is not finite.
+        turns: by micro-batch, its place among all that its rank would do if nothing were late: of the tasks
+            that could fire the first one does, and moves go in that order. () for the micro-batch's number.
+        behind: a task of this program that it lets go first, and for how many later micro-batches; () for
+            none.
     """
 
     index: int
@@ -107,6 +111,8 @@ class Task:
     bundled: tuple[Move, ...] = ()
     pulls: bool = False
     gated: bool = False
+    turns: tuple[int, ...] = ()
+    behind: tuple[int, int] | tuple[()] = ()
 
     @property
     def kind(self) -> Kind:
@@ -116,6 +122,10 @@ class Task:
         if self.move is not None:
             return Kind.BOXING
         return Kind.OPTIMIZER if self.phase == "update" else Kind.COMPUTE
+
+    def turn(self, time: int) -> int:
+        """Its place in a micro-batch."""
+        return self.turns[time] if self.turns else time
 
     def module(self, time: int = 0) -> fx.GraphModule:
         """What computes a micro-batch."""
@@ -245,7 +255,8 @@ def verify(program: Program) -> Program:
         assert not missing, f"task {task.name} reads registers {missing} before they are written"
         twice = set(task.outputs) & written
         assert not twice, f"task {task.name} writes registers {twice} again"
-        assert all(earlier < position for earlier in task.after), f"task {task.name} waits for a later task"
+        before = (*task.after, *task.behind[:1])
+        assert all(earlier < position for earlier in before), f"task {task.name} waits for a later task"
         assert task.move is None or task.order >= 0, f"the move {task.name} has no place among all moves"
         assert not task.gated or set(program.gates) <= written, f"task {task.name} runs before its gates"
         _check_rates(program, task)

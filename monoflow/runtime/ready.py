@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class Ready:
-    """Actors that could fire, as (micro-batch, task index, number in the network); the first of them goes."""
+    """Actors that could fire, as (turn, task index, number in the network); the first of them goes."""
 
     def __init__(self, entries: Iterable[tuple[int, int, int]] = ()) -> None:
         self._heap = list(entries)

@@ -69,6 +69,8 @@ def graph(
     batch_stats: str = "global",
     micro_batches: int | Literal["auto"] = "auto",
     balance: Literal["static", "dynamic"] = "static",
+    stages: int | None = None,
+    schedule: Literal["1f1b", "zero-bubble"] = "1f1b",
     compile: Literal["background", "ahead", "off"] = "off",
     on_nan: Literal["raise", "skip", "rollback"] = "raise",
 ) -> Callable[[Callable], Step]:
@@ -92,6 +94,12 @@ def graph(
         balance: "static" gives every rank its own micro-batches; under "dynamic" ranks pull them from one
             stream as they are free, so that a slow or busy one does fewer, with the same sums. For plans
             whose ranks do not meet within a micro-batch: `plan` is "data" unless given.
+        stages: how many a pipeline has; one a rank of its axis unless given. With twice as many, every rank
+            has two (stage s lies at rank s mod p), which takes turns, and idles half as long ("interleaved
+            1F1B").
+        schedule: how the stages of a pipeline go through the micro-batches: "1f1b" (the default), one forward
+            and one backward in turns; "zero-bubble" leaves the gradients of weights for when a stage would
+            idle, and keeps what they read until then (ZB-H1).
         compile: "background" runs the first steps op by op, compiles the program beside them and goes on with
             that when it is ready; "ahead" compiles before the first step; "off" (the default) never does. The
             numbers are the same within rounding.
@@ -112,7 +120,9 @@ def graph(
         raise CaptureError(
             "write @flow.graph(model, optimizer), with what the step uses, not @flow.graph alone"
         )
-    options = checked(placement, plan, memory, batch_stats, micro_batches, balance, compile, on_nan)
+    options = checked(
+        placement, plan, memory, batch_stats, micro_batches, balance, stages, schedule, compile, on_nan
+    )
     subject = subject_of(things)
 
     def decorate(function: Callable) -> Step:
@@ -402,7 +412,7 @@ class Step:
         options = self._options
         wish = Wish(
             options.placement, options.plan_or_default, options.memory, self._pins, self._stages,
-            options.micro_batches, options.balance,
+            options.micro_batches, options.balance, options.stages, options.zero_bubble,
         )  # fmt: skip
         before = self._last.plan if self._last is not None else None
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))

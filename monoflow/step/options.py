@@ -22,6 +22,8 @@ class Options:
         placement: the devices; None for all ranks of the job.
         memory: bytes; 0 for no limit, None for what an accelerator has.
         micro_batches: None to let the planner choose.
+        stages: of a pipeline; None for one a rank of its axis.
+        zero_bubble: whether its schedule is "zero-bubble".
         mode: of `compile=`.
         on_nan: what becomes of a step whose loss or gradients are not finite.
     """
@@ -32,6 +34,8 @@ class Options:
     batch_stats: str
     micro_batches: int | None
     balance: str
+    stages: int | None
+    zero_bubble: bool
     mode: str
     on_nan: str = "raise"
 
@@ -58,6 +62,8 @@ def checked(
     batch_stats: object,
     micro_batches: object,
     balance: object,
+    stages: object,
+    schedule: object,
     compile: object,
     on_nan: object,
 ) -> Options:
@@ -87,6 +93,8 @@ def checked(
         str(batch_stats),
         _checked_micro_batches(micro_batches, plan),
         _checked_balance(balance, plan),
+        _checked_stages(stages, plan),
+        _checked_schedule(schedule, plan) == "zero-bubble",
         check_mode(compile),
         str(on_nan),
     )
@@ -125,3 +133,23 @@ def _checked_balance(balance: object, plan: str | Path | None) -> str:
     if balance == "dynamic" and isinstance(plan, Path):
         raise PlanError(f"balance={balance!r}: the plan in {plan} says whether; leave out one of them")
     return str(balance)
+
+
+def _checked_stages(num: object, plan: str | Path | None) -> int | None:
+    """`stages=`. Raises PlanError."""
+    if num is None:
+        return None
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise PlanError(f"stages={num!r} is no number of a pipeline's stages; give one or several a rank")
+    if isinstance(plan, Path):
+        raise PlanError(f"stages={num}: the plan in {plan} says how many; leave out one of them")
+    return num
+
+
+def _checked_schedule(schedule: object, plan: str | Path | None) -> str:
+    """`schedule=`. Raises PlanError."""
+    if schedule not in ("1f1b", "zero-bubble"):
+        raise PlanError(f'schedule={schedule!r} is neither "1f1b" nor "zero-bubble"')
+    if schedule == "zero-bubble" and isinstance(plan, Path):
+        raise PlanError(f"schedule={schedule!r}: the plan in {plan} says which; leave out one of them")
+    return str(schedule)

@@ -32,6 +32,8 @@ class Wish:
         stages: pattern of module names -> the stage of a pipeline that they lie at.
         micro_batches: in how many the batch is walked; None to let the planner choose.
         balance: whether every rank walks its own, "static", or pulls them as it is free, "dynamic".
+        num_stages: of a pipeline; None for one a rank.
+        zero_bubble: whether its stages compute the gradients of weights when nobody waits for them.
     """
 
     placement: Placement | None
@@ -41,6 +43,8 @@ class Wish:
     stages: Mapping[str, int]
     micro_batches: int | None
     balance: str
+    num_stages: int | None = None
+    zero_bubble: bool = False
 
 
 def make_plan(
@@ -82,6 +86,8 @@ def make_plan(
             wish.micro_batches,
             wish.balance,
             refine=free,
+            num_stages=wish.num_stages,
+            zero_bubble=wish.zero_bubble,
         )
 
     if world.simulated or line.size == 1:

@@ -10,7 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import monoflow as flow
-from monoflow.step import full_state_dict
+from monoflow.runtime.messages import messages, most_live
+from monoflow.runtime.recorder import Fired
+from monoflow.runtime.trace import Event
+from monoflow.runtime.wiring import Wiring
+from monoflow.step import Step, full_state_dict
 from tests.conftest import RunRanks
 from tests.parity.models import KINDS, batch_of, training
 
@@ -31,19 +35,40 @@ def held_bytes(tensors: list[torch.Tensor]) -> int:
     return sum(part.untyped_storage().nbytes() for part in parts)
 
 
-def train(name: str, plan: str, num_ranks: int, micro_batches: int) -> dict[str, Any]:
+class Kept(list[Event]):
+    """Keeps what an engine tells of its firings."""
+
+    def record(self, fired: Fired) -> None:
+        self.append(Event.of("step", fired))
+
+
+def live_and_slots(step: Step, batch: Any) -> list[tuple[int, int]]:
+    """Of every register of this rank: the most tensors that were in it during a step, and its slots."""
+    compiled, events = step._require(), Kept()
+    (program,) = compiled.lowered.programs.values()
+    compiled.engine.recorder = events
+    step(batch).item()
+    compiled.engine.recorder = None
+    wiring = Wiring.of("step", program)
+    found = most_live(messages(events, [wiring]))
+    return [(most, program.registers[register].slots) for (_, _, register), most in found.items()]
+
+
+def train(name: str, plan: str, num_ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     model, optimizer, function = training(name, "adamw")
     where = flow.placement("cpu", GRIDS[num_ranks])
-    step = flow.graph(model, optimizer, placement=where, plan=plan, micro_batches=micro_batches)(function)
+    step = flow.graph(model, optimizer, placement=where, plan=plan, **options)(function)
     batch = batch_of(KINDS[name], 8)
     report = step.verify(batch, steps=2)
     losses = [step(batch).item() for _ in range(2)]
+    live = live_and_slots(step, batch)
     state = state_of(model, optimizer)
     whole = full_state_dict(model)
     assert all(one.judged > 0 for one in report.deviations), report.text()
     return {
         "deviations": {one.kind: (one.largest, one.worst) for one in report.deviations},
         "losses": losses,
+        "live": live,
         "held": held_bytes(state),
         "whole": sum(one.numel() * one.dtype.itemsize for one in state),
         "sums": {key: value.double().sum().item() for key, value in whole.items()},
@@ -55,18 +80,20 @@ def train(name: str, plan: str, num_ranks: int, micro_batches: int) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    ("name", "plan", "num_ranks", "replicas", "micro_batches"),
+    ("name", "plan", "num_ranks", "replicas", "options"),
     [
-        ("t5", "pipeline", 2, 1, 1),
-        ("gpt2", "pipeline", 2, 1, 4),
-        ("gpt2", "pipeline x data", 4, 2, 2),
+        ("t5", "pipeline", 2, 1, {"micro_batches": 3}),
+        ("gpt2", "pipeline", 2, 1, {"micro_batches": 4, "stages": 4, "schedule": "zero-bubble"}),
+        ("gpt2", "pipeline x data", 4, 2, {"micro_batches": 2, "schedule": "zero-bubble"}),
     ],
 )
 def test_equals_one_device(
-    run_ranks: RunRanks, name: str, plan: str, num_ranks: int, replicas: int, micro_batches: int
+    run_ranks: RunRanks, name: str, plan: str, num_ranks: int, replicas: int, options: dict[str, Any]
 ) -> None:
-    found = run_ranks(num_ranks, train, name, plan, num_ranks, micro_batches)
+    found = run_ranks(num_ranks, train, name, plan, num_ranks, options)
     for one in found:
+        assert all(most <= slots for most, slots in one["live"])
+        assert max(slots for _, slots in one["live"]) > 1
         for kind, (largest, worst) in one["deviations"].items():
             assert largest <= TOLERANCE[kind], (kind, largest, worst)
         assert one["losses"] == found[0]["losses"] and one["sums"] == found[0]["sums"]

@@ -71,10 +71,12 @@ class Hand:
         outputs: Sequence[int],
         order: int,
         phase: str = "forward",
+        turns: Sequence[int] = (),
     ) -> int:
         rates = {self.registers[register].rate for register in (*inputs, *outputs)}
         rate = Rate.MICRO if Rate.MICRO in rates else Rate.STEP
-        return self._add(name, phase, inputs, outputs, move=move, order=order, rate=rate)
+        turned = tuple(turns)
+        return self._add(name, phase, inputs, outputs, move=move, order=order, rate=rate, turns=turned)
 
     def _add(self, name, phase, inputs, outputs, **others) -> int:  # type: ignore[no-untyped-def]
         index = len(self.tasks)

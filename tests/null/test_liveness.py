@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,22 +160,46 @@ def test_compute_runs_two_tasks_ahead_of_moves_that_nobody_reads() -> None:
 
 
 def test_moves_of_a_stage_go_one_forward_one_backward() -> None:
-    """By hand: with two slots, forward of micro-batch t + 1 comes with backward of t."""
+    """By hand: with two slots, forward of micro-batch t + 1 comes with backward of t, if turns say so."""
     made = Hand(0, TWO, 4)
     micro = Rate.MICRO
     batch, cut, kept = made.given((4, 2)), made.register((1, 2), micro), made.register((1, 2), micro, 2)
     back, total = made.register((1, 2), micro), made.register((1, 2))
     move = Move(0, (P, S(0)), (B, S(0)), (4, 2), (2, 4))
     made.compute("cut", lambda x, time: x[time : time + 1], [batch], cut, with_time=True)
-    made.move("forth", move, [cut], [kept], 0)
-    made.move("back", move, [kept], [back], 1, phase="backward")
+    made.move("forth", move, [cut], [kept], 0, turns=range(4))
+    made.move("back", move, [kept], [back], 1, phase="backward", turns=range(1, 5))
     made.move("total", Move(1, (B, P), (B, B), (1, 2), (2, 4)), [back], [total], 2, phase="backward")
     made.move("last", Move(0, (P, B), (B, B), (1, 2), (2, 4)), [total], [made.register((1, 2))], 3)
     network = verify_live(Network({0: made.program()}, TWO, one_order=False))
     ((channel, turns),) = network.turns()
-    assert (channel, network.depth(channel)) == (Channel("collectives", 0), 2)
+    assert channel == Channel("collectives", 0)
     names = [actor.task.name for actor in turns]
     assert names == ["forth", "forth", "back", "forth", "back", "forth", "back", "back", "last"]
+
+
+def test_a_task_lets_another_go_some_micro_batches_on() -> None:
+    """Where both could go, the one behind waits for so many of the other, or for its last."""
+    made = Hand(0, placement("cpu", [0], axes=("data",)), 5)
+    micro = Rate.MICRO
+    batch, cut, total = made.given((5, 2)), made.register((1, 2), micro, 4), made.register((1, 2))
+    made.compute("cut", lambda x, time: x[time : time + 1], [batch], cut, with_time=True)
+    made.compute("later", torch.neg, [cut], made.register((1, 2), micro))
+    made.move("total", Move(1, (B, P), (B, B), (1, 2), (1, 5)), [cut], [total], 0)
+    made.give(total)
+    made.tasks[1] = replace(made.tasks[1], behind=(0, 2))
+    for one_order, expected in ((True, "cl" * 5), (False, "ccclclclll")):
+        network = verify_live(Network({0: made.program()}, made.place, one_order))
+        marking, order = Marking(network), []
+        ready = marking.ready()
+        while ready:
+            actor = max(ready, key=lambda one: one.task.index)  # what is later in the program first
+            ready.remove(actor)
+            marking.begin(actor)
+            ready += marking.end(actor)
+            order.append(actor.task.name[0])
+        assert marking.is_done
+        assert "".join(order).replace("t", "") == expected
 
 
 def test_every_direction_between_two_ranks_has_an_order_of_its_own() -> None:

@@ -20,10 +20,11 @@ from monoflow.errors import LayoutError, PlanError
 from monoflow.graph.step_graph import StepGraph
 from monoflow.mesh import Placement, placement
 from monoflow.plan.batches import walked
+from monoflow.plan.by_stage import stages_of
 from monoflow.plan.choose import best_of
 from monoflow.plan.cost import Device, Machine
 from monoflow.plan.exact import require_exact
-from monoflow.plan.pipelines import Work, repeated_layers, stage_counts, staged_plan
+from monoflow.plan.pipelines import Work, repeated_layers, stage_counts, staged_plan, stages_at
 from monoflow.plan.plan import Plan
 from monoflow.plan.planner import plan_step
 from monoflow.plan.predict import Prediction, predict
@@ -120,6 +121,32 @@ def test_no_pipeline_and_no_template_is_faster(graph: StepGraph, chosen: Plan) -
         assert plan.search.bound <= bound <= predicted(one).seconds, f"{one.name} {one.micro_batches}"
     require_exact(plan, RULES, "the plan")
     assert f"{plan.name} of step on" in plan.text() and f"{plan.micro_batches} micro-batches" in plan.text()
+
+
+def test_other_schedules_of_the_best_pipeline_are_looked_at(graph: StepGraph, chosen: Plan) -> None:
+    assert chosen.search is not None
+    own = chosen.name.replace(" in 4 stages", "").replace(", zero-bubble", "")
+    head, rest = own[: len("pipeline of 2")], own[len("pipeline of 2") :]
+    count = f", {chosen.micro_batches} micro-batches"
+    tried = {
+        form: chosen.search.tried[f"{head}{form}{rest}{count}"][0]
+        for form in ("", ", zero-bubble", " in 4 stages", " in 4 stages, zero-bubble")
+    }
+    assert tried[", zero-bubble"] < tried[""]
+    assert tried[" in 4 stages, zero-bubble"] < tried[" in 4 stages"]
+    assert predicted(chosen).seconds <= min(tried.values()) / 0.99
+    assert stages_of(chosen).num == (4 if " in 4 stages" in chosen.name else 2)
+    assert chosen.zero_bubble == (", zero-bubble" in chosen.name)
+
+
+def test_stages_are_found_from_the_ranks_that_modules_lie_at(graph: StepGraph) -> None:
+    def of(*ranks: int) -> tuple[list[int], int]:
+        found, num = stages_at(graph, {f"{layer}.0": rank for layer, rank in enumerate(ranks)}, 2)
+        return list(found.values()), num
+
+    assert of(0, 0, 0, 0, 1, 1, 1, 1) == ([0, 0, 0, 0, 1, 1, 1, 1], 2)
+    assert of(0, 0, 1, 1, 0, 0, 1, 1) == ([0, 0, 1, 1, 2, 2, 3, 3], 4)
+    assert of(0, 0, 1, 1, 0, 0) == ([0, 0, 1, 1, 2, 2], 4)
 
 
 def test_across_a_slow_outer_axis_no_pipeline_is_clearly_faster(graph: StepGraph) -> None:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import pytest
 
 import monoflow as flow
+from monoflow.plan.by_stage import stages_of
+from monoflow.runtime.liveness import verify_live
+from monoflow.runtime.network import Network
 from monoflow.sbp.layout import At
+from monoflow.step import Step
 from tests.parity.harness import Layout, assert_exact
 from tests.parity.models import KINDS, batch_of, training
 
@@ -37,17 +43,53 @@ CASES = [
 ]
 
 
+#: Several stages a rank, gradients of weights that wait, and both.
+SCHEDULES = [
+    ("gpt2", "adamw", "pipeline-2", 5, 4, "zero-bubble"),
+    ("gpt2", "sgd", "pipeline-x-data", 4, 4, "1f1b"),
+    ("llama", "adamw", "pipeline-2", 4, 4, "1f1b"),
+    ("llama", "sgd", "pipeline-x-tensor", 2, 2, "zero-bubble"),
+    ("t5", "sgd", "pipeline-4", 4, 8, "zero-bubble"),
+    ("t5", "adamw", "pipeline-2", 3, 4, "1f1b"),
+    ("vit", "sgd", "pipeline-4", 8, 4, "zero-bubble"),
+    ("vit", "adamw", "zero-x-pipeline", 2, 4, "zero-bubble"),
+    ("tied", "adamw", "pipeline-2", 4, 4, "zero-bubble"),
+    ("gpt2", "sgd", "pipeline-2", 1, 4, "1f1b"),
+]
+
+
 @pytest.mark.parametrize(("name", "optimizer", "layout", "micro_batches"), CASES)
 def test_equals_one_device(name: str, optimizer: str, layout: str, micro_batches: int) -> None:
     """Dropout is on, and the gradients' common norm is clipped."""
+    check(name, optimizer, layout, micro_batches)
+
+
+@pytest.mark.parametrize(("name", "optimizer", "layout", "micro_batches", "stages", "order"), SCHEDULES)
+def test_schedules_equal_one_device(
+    name: str,
+    optimizer: str,
+    layout: str,
+    micro_batches: int,
+    stages: int,
+    order: Literal["1f1b", "zero-bubble"],
+) -> None:
+    """Also on lanes, all ranks together, they could not deadlock."""
+    step = check(name, optimizer, layout, micro_batches, stages=stages, schedule=order)
+    plan = step.plan
+    assert stages_of(plan).num == stages and plan.zero_bubble == (order == "zero-bubble")
+    verify_live(Network(step._require().lowered.programs, plan.placement, one_order=False))
+
+
+def check(name: str, optimizer: str, layout: str, micro_batches: int, **options: Any) -> Step:
     where = PIPELINES[layout]
     model, steps, function = training(name, optimizer)
     with where.ranks():
         step = flow.graph(
-            model, steps, placement=where.placement, plan=where.plan, micro_batches=micro_batches
+            model, steps, placement=where.placement, plan=where.plan, micro_batches=micro_batches, **options
         )(function)
         assert_exact(step.verify(batch_of(KINDS[name], 8), steps=2))
         plan = step.plan
     (axis,) = [number for number, one in enumerate(where.plan.split(" x ")) if one == "pipeline"]
     stages = {one for axes in plan.signatures.values() for one in axes[axis].outputs}
     assert {At(stage) for stage in range(where.placement.shape[axis])} <= stages, "a stage does nothing"
+    return step
