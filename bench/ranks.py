@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Callable
@@ -58,5 +59,6 @@ def _rank(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     queue.put(function(rank, job))
+    gc.collect()  # engines end their threads, which must not be there when the interpreter ends
     dist.barrier()
     dist.destroy_process_group()

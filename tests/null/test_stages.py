@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ import monoflow as flow
 from monoflow.errors import LayoutError, PlanError
 from monoflow.graph.step_graph import Phase, StepGraph, info_of, is_getitem, source_of, tensor_args
 from monoflow.mesh import placement
+from monoflow.plan.by_stage import stages_of
 from monoflow.plan.cost import DeviceCost
 from monoflow.plan.exact import require_exact
 from monoflow.plan.parts import Parts
@@ -223,6 +226,62 @@ def test_pins_that_cannot_be_met(pins: dict[str, int], message: str):
     step, x = step_of(Layers(4))
     with pytest.raises(PlanError, match=message):
         plan_step(step.capture(x), placement("cpu", range(2)), "pipeline", stages=pins)
+
+
+def test_stages_that_ranks_cannot_have_equally_many_of():
+    step, x = step_of(Layers(6))
+    graph = step.capture(x)
+
+    def planned_with(**options: Any) -> Plan:
+        return plan_step(graph, placement("cpu", [0, 1]), "pipeline", **options)
+
+    with pytest.raises(PlanError, match=r"stages=3 on an axis of 2 ranks: each rank .* give 2 or 4"):
+        planned_with(num_stages=3)
+    with pytest.raises(PlanError, match=r"'layers\.0' at 4: there are stages 0 to 3"):
+        planned_with(num_stages=4, stages={"layers.0": 4})
+    with pytest.raises(PlanError, match=r"stages=2 on an axis of 1 ranks: .* one alone has one; give 1, or"):
+        plan_step(graph, placement("cpu", [0]), "pipeline", num_stages=2)
+    asked = {"num_stages": 4, "zero_bubble": True, "stages": {"layers.0": 0}}
+    with pytest.raises(
+        PlanError, match=r"pinned to stages \('layers\.0'\) and stages=4 .* and schedule=\"zero"
+    ):
+        plan_step(graph, placement("cpu", [0, 1]), "data", **asked)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "gpipe"}, r"schedule='gpipe' is neither \"1f1b\" nor \"zero-bubble\""),
+        ({"stages": 0}, "stages=0 is no number of a pipeline's stages"),
+        ({"stages": 2, "plan": Path("a.json")}, r"stages=2: the plan in a\.json says how many"),
+        (
+            {"schedule": "zero-bubble", "plan": Path("a.json")},
+            r"'zero-bubble': the plan in a\.json says which",
+        ),
+    ],
+)
+def test_options_that_mean_nothing(options: dict[str, Any], message: str):
+    with pytest.raises(PlanError, match=message):
+        flow.graph(Layers(2), **options)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_several_stages_of_a_rank_lie_there_and_forward_goes_round(count: int):
+    step, x = step_of(Layers(6))
+    pins = {"layers.0": 0, "layers.1-2": 1, "layers.3": 2, "layers.4-5": 3}
+    plan = plan_step(
+        step.capture(x), placement("cpu", [0, 1]), "pipeline",
+        stages=pins, num_stages=4, micro_batches=count, zero_bubble=True,
+    )  # fmt: skip
+    assert [stage_of(plan, f"layers.{i}.weight") for i in range(6)] == [0, 1, 1, 0, 1, 1]
+    found = stages_of(plan)
+    assert (found.axis, found.num) == (0, 4)
+    modules = {info_of(node).module: stage for node, stage in found.of.items() if node.op != "placeholder"}
+    assert {name: stage for name, stage in modules.items() if name} == dict(
+        zip([f"layers.{i}" for i in range(6)], [0, 1, 1, 2, 3, 3], strict=True)
+    )
+    sends = [one.move for one in schedule(plan).items if isinstance(one, Box) and one.move.kind == "send"]
+    assert len(sends) == 6  # three cuts, there and back
 
 
 def test_names_of_plans():

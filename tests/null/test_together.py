@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from monoflow.graph.step_graph import Phase
+from monoflow.plan.facts import facts_of
+from monoflow.plan.memory import LocalShapes, timeline
 from monoflow.plan.schedule import Op, Schedule
 from monoflow.plan.together import clocks
 from tests.null.pipeline_clock import PRODUCT, Clock, chain, parts_of, pipeline, programs_of
@@ -25,6 +27,20 @@ def seconds_of(part: Schedule, forward: float, backward: float, send: float) -> 
         is_send = not isinstance(item, Op) and item.move.kind == "send" and item.walked
         found.append((forward if is_forward else backward) if is_product else send if is_send else 0.0)
     return found
+
+
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (4, 1), (2, 2)])
+def test_what_a_schedule_keeps_is_in_the_predicted_peak(ranks: int, chunks: int) -> None:
+    """Zero-bubble keeps more on every rank but the first: by the bytes of its registers' slots."""
+    peaks, slots = [], []
+    for zero_bubble in (False, True):
+        plan = pipeline(GRAPHS[ranks * chunks], ranks, chunks, 8, zero_bubble)
+        shapes = [LocalShapes(plan, facts_of(plan.graph), (rank,)) for rank in range(ranks)]
+        peaks.append([timeline(plan, *one).peak_bytes for one in zip(parts_of(plan), shapes, strict=True)])
+        slots.append([sum(one.num_bytes for one in own.registers) for own in programs_of(plan).values()])
+    more = [after - before for before, after in zip(*slots, strict=True)]
+    assert more[0] == 0 and all(more[1:])
+    assert [after - before for before, after in zip(*peaks, strict=True)] == more
 
 
 @pytest.mark.parametrize("zero_bubble", [False, True], ids=["1f1b", "zero-bubble"])
