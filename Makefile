@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-rules check venv format clean
+.PHONY: demo test test-rules test-faults check venv format clean
 
 venv: $(STAMP)
 
@@ -25,6 +25,10 @@ test: check
 # Every rule on every sample of torch's own, in minutes; `make test` proves a slice of it.
 test-rules: $(STAMP)
 	$(BIN)/python -m tests.rules
+
+# Ranks that are killed, stopped and starved while they train, in under 10 minutes; `make test` does a slice of it.
+test-faults: $(STAMP)
+	timeout 660 $(BIN)/python -m tests.faults
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

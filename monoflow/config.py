@@ -27,6 +27,8 @@ class Settings:
             nowhere.
         trace_events: how many of its last events a rank keeps for a trace (MONOFLOW_TRACE_EVENTS, set by
             `monoflow run --trace`); 0 for no trace.
+        snapshots: a folder in memory that outlives the ranks of this host (MONOFLOW_SNAPSHOTS, set by
+            `monoflow run --elastic`); "" for none.
         lanes: whether compute and every channel of moves have a thread of their own (MONOFLOW_LANES, on
             unless 0).
         watchdog: seconds without any progress after which a step fails, naming who waits for whom
@@ -44,6 +46,7 @@ class Settings:
     cache: str = "~/.cache/monoflow"
     run_dir: str = ""
     trace_events: int = 0
+    snapshots: str = ""
     lanes: bool = True
     watchdog: int = 300
     link_delay: tuple[float, float] | None = None
@@ -64,6 +67,7 @@ class Settings:
             cache=env.get("MONOFLOW_CACHE") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/monoflow",
             run_dir=env.get("MONOFLOW_RUN_DIR", ""),
             trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0),
+            snapshots=env.get("MONOFLOW_SNAPSHOTS", ""),
             lanes=_choice(env, "MONOFLOW_LANES", {"0": False, "1": True}, "1"),
             watchdog=_integer(env, "MONOFLOW_WATCHDOG", 300),
             link_delay=_link(env.get("MONOFLOW_LINK_DELAY", "")),

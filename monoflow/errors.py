@@ -33,3 +33,7 @@ class NonFiniteError(RunError):
 
 class CheckpointError(FlowError):
     """A checkpoint cannot be written or read, or does not fit the model; it names file and tensor."""
+
+
+class DamagedError(CheckpointError):
+    """What a checkpoint's files hold is not what was written."""

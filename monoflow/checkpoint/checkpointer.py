@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import threading
 import time
@@ -16,29 +15,14 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..log import stage_logger
+from .every import Every
 from .group import Group, Joined, first_does
 from .saver import Saver
 from .series import newest, path_of, prune
+from .shadow import Shadow
 from .write import Contents
 
-_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class Every:
-    """How often to save: `steps`, or `seconds`, or neither."""
-
-    def __init__(self, every: int | str | None) -> None:
-        self.steps = self.seconds = None
-        found = (
-            re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h)\s*", every) if isinstance(every, str) else None
-        )
-        if isinstance(every, int) and not isinstance(every, bool) and every > 0:
-            self.steps = every
-        elif found is not None and float(found[1]) > 0:
-            self.seconds = float(found[1]) * _SECONDS[found[2]]
-        elif every is not None:
-            raise CheckpointError(f'every={every!r} is neither a number of steps nor a time such as "10min"')
 
 
 class _Ballot:
@@ -52,17 +36,17 @@ class _Ballot:
         )
         self._cast: tuple[torch.Tensor, Any] | None = None
 
-    def cast(self, signum: int, is_due: bool) -> None:
-        votes = torch.tensor([signum, int(is_due)])
+    def cast(self, signum: int, is_due: bool, is_snapshot_due: bool) -> None:
+        votes = torch.tensor([signum, int(is_due), int(is_snapshot_due)])
         work = None
         if self._group is not None:
             work = dist.all_reduce(votes, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._cast = votes, work
 
-    def result(self) -> tuple[int, bool]:
-        """The largest signal and whether a save is due, of the votes cast last."""
+    def result(self) -> tuple[int, bool, bool]:
+        """The largest signal, and whether a save and a snapshot are due, of the votes cast last."""
         if self._cast is None:
-            return 0, False
+            return 0, False, False
         votes, work = self._cast
         self._cast = None
         if work is not None:
@@ -70,8 +54,8 @@ class _Ballot:
                 work.wait()
             except RuntimeError as error:
                 raise CheckpointError(f"this rank lost touch with the others: {error}") from error
-        signum, is_due = votes.tolist()
-        return signum, bool(is_due)
+        signum, is_due, is_snapshot_due = votes.tolist()
+        return signum, bool(is_due), bool(is_snapshot_due)
 
 
 class Checkpointer:
@@ -80,6 +64,7 @@ class Checkpointer:
     Args:
         contents: what to save, asked for between two steps.
         number: the number of steps that were taken.
+        shadow: takes snapshots in between, if there is one.
     """
 
     def __init__(
@@ -93,18 +78,20 @@ class Checkpointer:
         keep_last: int | None,
         on_signal: bool,
         asynchronous: bool,
+        shadow: Shadow | None = None,
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise CheckpointError(f"keep_last={keep_last}: at least the newest checkpoint is kept")
         self.folder = str(folder)
         self.every, self.keep_last, self.asynchronous = Every(every), keep_last, asynchronous
         self._contents, self._number = contents, number
-        self._group, self._saver = group, Saver(group)
+        self._group, self._saver, self._shadow = group, Saver(group), shadow
+        self._saved_at = -1
         self._last = time.monotonic()
         self._signum = 0
         self._previous: dict[int, Any] = {}
-        self._votes = on_signal or self.every.seconds is not None
-        self._ballot = _Ballot(group) if self._votes else None
+        votes = on_signal or self.every.seconds is not None or shadow is not None
+        self._ballot = _Ballot(group) if votes else None
         self._newest = first_does(group, lambda: newest(self.folder))
         if on_signal and threading.current_thread() is threading.main_thread():
             self._previous = {one: signal.signal(one, self._on_signal) for one in _SIGNALS}
@@ -126,17 +113,24 @@ class Checkpointer:
             CheckpointError: a save failed.
             SystemExit, KeyboardInterrupt: after saving, when a rank got SIGTERM or SIGINT.
         """
-        signum, is_due = self._ballot.result() if self._ballot is not None else (0, False)
+        signum, is_due, is_snapshot_due = (
+            self._ballot.result() if self._ballot is not None else (0, False, False)
+        )
         if signum:
             self._save_and_stop(signum)
         number = self._number()
         is_due |= self.every.steps is not None and number % self.every.steps == 0
+        is_due &= number != self._saved_at  # the step was refused, and sent back to where it was saved
         if is_due:
             self.save()
+        elif self._shadow is not None and (is_snapshot_due or self._shadow.is_due(number)):
+            self._shadow.save(number, self._contents)
         if self._ballot is not None:
             seconds = self.every.seconds
             late = seconds is not None and time.monotonic() - self._last >= seconds
-            self._ballot.cast(self._signum, late and self._group.rank == self._group.ranks[0])
+            is_first = self._group.rank == self._group.ranks[0]
+            snapshot_late = self._shadow is not None and self._shadow.is_late()
+            self._ballot.cast(self._signum, late and is_first, snapshot_late and is_first)
         return is_due
 
     def save(self, wait: bool = False) -> str:
@@ -145,7 +139,8 @@ class Checkpointer:
         Args:
             wait: return only when the checkpoint is in its place.
         """
-        path = path_of(self.folder, self._number())
+        self._saved_at = self._number()
+        path = path_of(self.folder, self._saved_at)
         act = self._saver.start if self.asynchronous and not wait else self._saver.save
         act(path, self._contents(), lambda: prune(self.folder, self.keep_last))
         self._last = time.monotonic()
@@ -161,6 +156,8 @@ class Checkpointer:
         If a signal came after the last step, that is saved too, and the signal raised.
         """
         self._restore()
+        if self._shadow is not None:
+            self._shadow.close()
         self._saver.wait()
         if self._ballot is None:
             return
@@ -178,6 +175,8 @@ class Checkpointer:
             self.close()
             return
         self._restore()
+        if self._shadow is not None:
+            self._shadow.close()
         try:
             self._saver.wait()
         except CheckpointError as other:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import DamagedError
 from .arrange import PIECE
 from .boxes import cut, num_elements, whole_box, within
 from .group import Group, together
@@ -47,12 +47,12 @@ def check(source: Source, names: Sequence[str], group: Group) -> None:
     """Verifies the stored bytes of some tensors, each rank its share. Collective.
 
     Raises:
-        CheckpointError: something is wrong; everything that is, the same on all ranks.
+        DamagedError: something is wrong; everything that is, the same on all ranks.
     """
     share = list(group.ranks).index(group.rank)
     found = together(group, lambda: source.faults(names, share, len(group.ranks)))
     if faults := [one for some in found for one in some]:
-        raise CheckpointError("\n".join(faults))
+        raise DamagedError("\n".join(faults))
 
 
 def fill(source: Source, tensors: Mapping[str, torch.Tensor], group: Group) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from .index import INDEX
@@ -34,6 +35,20 @@ def checkpoints(folder: str | Path) -> list[tuple[int, str]]:
             if _NAME.match(one.name) and (one / INDEX).exists()
         ]
     return sorted(found)
+
+
+def candidates(folders: Sequence[str]) -> list[str]:
+    """The checkpoints of some directories to go on from, the newest first; of one step, the first folder's.
+
+    What a save that was replaced left is taken back. For one process at a time, while nobody saves.
+    """
+    found = []
+    for place, folder in enumerate(folders):
+        if not is_url(folder):
+            for left in Path(folder).glob("step-*.*-*"):
+                recover(left.with_name(left.name.split(".")[0]))
+        found += [(-number, place, path) for number, path in checkpoints(folder)]
+    return [path for _, _, path in sorted(found)]
 
 
 def newest(folder: str | Path) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from .dcp import METADATA, Distributed
 from .files import bytes_at
 from .foreign import SINGLE, Safetensors, StateDictFile, holds_safetensors
@@ -50,4 +50,18 @@ def open_together(path: str | Path, group: Group) -> Source:
     place = first_does(group, find)
     opened: list[Source] = []
     together(group, lambda: opened.append(open_source(place)))
+    return opened[0]
+
+
+def open_whole(path: str, group: Group) -> Source:
+    """Opens one checkpoint of ours on every rank. Collective.
+
+    Raises:
+        DamagedError: it cannot be opened.
+    """
+    opened: list[Source] = []
+    try:
+        together(group, lambda: opened.append(Checkpoint(path)))
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from error
     return opened[0]

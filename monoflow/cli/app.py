@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint.app, name="checkpoint")
 _WIDTH = 120  # of tables that go to a file or a pipe
-_HOSTS = "Several hosts (as torchrun)"
+_HOSTS, _ELASTIC = "Several hosts (as torchrun)", "Ranks that come and go"
 
 
 def own_version() -> str:
@@ -59,7 +59,12 @@ def _options(
 def run(
     script: Annotated[str, typer.Argument(help="The script that every rank runs.", show_default=False)],
     args: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
-    num_ranks: Annotated[int, typer.Option("-n", "--nproc-per-node", help="Ranks on this host.")] = 1,
+    num_ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--nproc-per-node", help="Ranks on this host: 1, or with --elastic what it has devices for."
+        ),
+    ] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write what every actor did and when, for Perfetto: out.json.")
     ] = None,
@@ -74,9 +79,18 @@ def run(
     rdzv_id: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
     rdzv_conf: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
     local_addr: Annotated[str | None, typer.Option(rich_help_panel=_HOSTS)] = None,
-    max_restarts: Annotated[int | None, typer.Option(rich_help_panel=_HOSTS)] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            help="MIN:MAX ranks: when some fail, hang or join, the job goes on with those there are.",
+            rich_help_panel=_ELASTIC,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How often it may.", rich_help_panel=_ELASTIC)
+    ] = None,
 ) -> None:
-    """Run a script on N local ranks; the first failure ends the job and is the only one printed."""
+    """Run a script on N local ranks; the first failure is the only one printed, and ends the job."""
     options = launcher.agent_options(
         [
             ("nnodes", nnodes),
@@ -91,7 +105,9 @@ def run(
             ("max-restarts", max_restarts),
         ]
     )
-    job = launcher.Job(num_ranks, script, tuple(args or ()), options, trace, trace_events)
+    bounds = launcher.elastic_bounds(elastic) if elastic is not None else None
+    count = num_ranks if num_ranks is not None else launcher.default_ranks(bounds)
+    job = launcher.Job(count, script, tuple(args or ()), options, trace, trace_events, bounds)
     raise typer.Exit(launcher.run(job))
 
 

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api as launcher
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
+from ..config import Settings
 from ..errors import FlowError
-from ..runtime.launch import INTERRUPTED, LAUNCHER_VARIABLE
-from . import runs
+from ..runtime.lanes import HANG
+from ..runtime.launch import INTERRUPTED, LAUNCHER_VARIABLE, SNAPSHOTS_VARIABLE, WATCH_VARIABLE
+from . import runs, watch
+from .agent import JOIN_GRACE, Agent, Policy
 from .timeline import join, write
 
 #: Seconds that ranks get to end by themselves: after another rank failed, and after Ctrl-C.
 FAILURE_GRACE = 10
 INTERRUPT_GRACE = 60
+#: Of a job that re-forms: how often it may, and the seconds in which further hosts may join it.
+_RESTARTS, _LAST_CALL = 100, 5
 
 # Before torch is imported, Ctrl-C should end a rank without a traceback from the middle of an import.
 _START = (
@@ -47,6 +55,7 @@ class Job:
         agent_options: options of torchrun, passed on as they are.
         trace: where to write the timeline of the run, if anywhere.
         trace_events: how many of its last events a rank keeps for it.
+        elastic: the least and the most ranks of a job that goes on when some are lost; None if it does not.
     """
 
     num_ranks: int
@@ -55,6 +64,7 @@ class Job:
     agent_options: tuple[str, ...] = ()
     trace: Path | None = None
     trace_events: int = 1 << 16
+    elastic: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -65,6 +75,11 @@ class Job:
             raise FlowError(f"--trace {self.trace}: there is no folder {self.trace.parent}")
         if self.trace_events < 1:
             raise FlowError(f"--trace-events {self.trace_events}: at least 1 event must be kept")
+        if self.elastic is not None and not 1 <= self.num_ranks <= self.elastic[1]:
+            raise FlowError(
+                f"-n {self.num_ranks} --elastic {self.elastic[0]}:{self.elastic[1]}: this host brings more "
+                "ranks than the job may have"
+            )
 
 
 def run(job: Job) -> int:
@@ -72,7 +87,8 @@ def run(job: Job) -> int:
     command = ("-u", "-c", _START, job.script, *job.args)
     folder = runs.folder_of_job(os.environ)
     os.environ[runs.RUN_DIR] = str(folder)
-    if job.num_ranks == 1 and not job.agent_options and job.trace is None:
+    is_alone = job.num_ranks == 1 and not job.agent_options and job.elastic is None
+    if is_alone and job.trace is None:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *command])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // job.num_ranks)))
@@ -89,13 +105,22 @@ def run(job: Job) -> int:
 
 
 def _run_ranks(job: Job, command: Sequence[str]) -> int:
-    with tempfile.TemporaryDirectory(prefix="monoflow-") as folder, _bounded_shutdown():
+    with tempfile.TemporaryDirectory(prefix="monoflow-") as folder, ExitStack() as stack:
+        os.environ[WATCH_VARIABLE] = folder
+        if job.elastic is not None:
+            stack.enter_context(_snapshots())
+        stood = stack.enter_context(_bounded_shutdown(Path(folder)))
+        patience = Settings.from_env(os.environ).watchdog
+        policy = Policy(Path(folder), patience, _least(job), first_failure, report, stood)
+        own = type("HostAgent", (Agent,), {"policy": policy})
+        stack.enter_context(mock.patch.object(launcher, "LocalElasticAgent", own))
         try:
             config, _, _ = config_from_args(parse_args(_agent_arguments(job, folder)))
             elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             rank, failure = first_failure(error.failures)
-            sys.stderr.write(report(rank, failure))
+            hung = HANG in str(failure.error_file_data.get("message"))
+            sys.stderr.write(report(rank, failure) + "".join(stood if hung else ()))
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         except SignalException as stopped:
             return 128 + stopped.sigval
@@ -123,23 +148,70 @@ def write_trace(folder: Path, path: Path) -> None:
 def _agent_arguments(job: Job, folder: str) -> list[str]:
     single_host = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
     several_hosts = ["--master-port", "29500", *job.agent_options]
-    meeting = several_hosts if job.agent_options else [*single_host, "--rdzv-id", str(os.getpid())]
+    meeting = several_hosts if _meets_others(job) else [*single_host, "--rdzv-id", str(os.getpid())]
+    if job.elastic is not None:
+        least, most = job.elastic
+        own = "1:1" if not _meets_others(job) else f"{-(-least // job.num_ranks)}:{most // job.num_ranks}"
+        wait = f"last_call_timeout={_LAST_CALL}"
+        defaults = ["--nnodes", own, "--rdzv-conf", wait, "--max-restarts", str(_RESTARTS)]
+        meeting = [*defaults, *meeting, *(() if _meets_others(job) else job.agent_options)]
     return [*meeting, "--nproc-per-node", str(job.num_ranks), "--log-dir", folder, job.script]
 
 
+def _meets_others(job: Job) -> bool:
+    """Whether the job has other hosts, as far as its options say."""
+    meets = any(word.startswith(("--rdzv-", "--master-", "--node-rank")) for word in job.agent_options)
+    return meets or (bool(job.agent_options) and job.elastic is None)
+
+
+def _least(job: Job) -> int | None:
+    """How many ranks of this host the job needs at least; None if it needs all."""
+    if job.elastic is None:
+        return None
+    return 1 if _meets_others(job) else min(job.elastic[0], job.num_ranks)
+
+
 @contextmanager
-def _bounded_shutdown() -> Iterator[None]:
+def _bounded_shutdown(folder: Path) -> Iterator[list[str]]:
     """Bound the time that the agent waits for ranks to end before it kills them.
 
-    Its own bound after a failure (30 s, not an option) would hold the whole job for longer than that.
+    Its own bound after a failure (30 s, not an option) would hold the whole job for longer than that. Yields
+    where ranks stood that had not ended by themselves then: lines, of the last failure.
     """
     close = PContext.close
+    stood: list[str] = []
 
     def bounded(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-        close(self, death_sig, INTERRUPT_GRACE if death_sig == signal.SIGINT else FAILURE_GRACE)
+        if death_sig == signal.SIGINT or timeout >= JOIN_GRACE:
+            close(self, death_sig, INTERRUPT_GRACE)
+            return
+        stands = watch.stands(self.pids(), folder)
+        if stands:
+            stood[:] = [f"local rank {rank} {text}\n" for rank, text in sorted(stands.items())]
+        close(self, death_sig, FAILURE_GRACE)
 
     with mock.patch.object(PContext, "close", bounded):
+        yield stood
+
+
+@contextmanager
+def _snapshots() -> Iterator[None]:
+    """Within: ranks have a folder in memory for snapshots, which outlives them and not this process."""
+    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    if root is None:
         yield
+        return
+    prefix = f"monoflow-{socket.gethostname()}-"
+    for left in root.glob(f"{prefix}*"):  # of launchers that were killed
+        pid = left.name.rpartition("-")[2].split(".")[0]
+        if pid.isdigit() and not runs.is_alive(int(pid)):
+            shutil.rmtree(left, ignore_errors=True)
+    folder = root / f"{prefix}{os.getpid()}"
+    os.environ[SNAPSHOTS_VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
@@ -191,3 +263,19 @@ def agent_options(options: Sequence[tuple[str, str | int | None]]) -> tuple[str,
     """The options that were given, as torchrun's command line wants them."""
     given = [(f"--{name}", str(value)) for name, value in options if value is not None]
     return tuple(word for pair in given for word in pair)
+
+
+def elastic_bounds(text: str) -> tuple[int, int]:
+    """The least and the most ranks of `--elastic MIN:MAX`. Raises FlowError."""
+    least, colon, most = text.partition(":")
+    if not (colon and least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise FlowError(f"--elastic {text}: write the least and the most ranks, such as 1:8")
+    return int(least), int(most)
+
+
+def default_ranks(elastic: tuple[int, int] | None) -> int:
+    """How many ranks this host brings: 1, or of an elastic job one a device, as many as it may have."""
+    if elastic is None:
+        return 1
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else os.cpu_count() or 1
+    return max(1, min(elastic[1], devices))

@@ -25,6 +25,8 @@ from .ready import Ready
 
 Results = dict[int, list[torch.Tensor]]
 
+#: How the report of a step in which nothing happens begins.
+HANG = "no actor has fired"
 #: How often, in seconds, one who waits for a step looks whether other ranks have failed or nothing happens.
 _LOOK = 0.5
 
@@ -269,7 +271,7 @@ class Crew:
         if any(self.network.actors[number].task.move is None for number in flight.marking.running):
             return  # something is being computed
         lines = [self._placed(actor, text) for actor, text in flight.marking.wait_for_graph()]
-        text = f"no actor has fired for {quiet:.0f} s; this is who waits for whom:\n" + "\n".join(lines)
+        text = f"{HANG} for {quiet:.0f} s; this is who waits for whom:\n" + "\n".join(lines)
         sys.stderr.write(text + "\n")
         if self.board is not None:
             self.board.tell(text)

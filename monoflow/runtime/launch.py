@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import io
 import json
@@ -33,6 +34,12 @@ from .observe import observing
 
 #: Set by `monoflow run` for the ranks it starts: they leave the printing of errors to it.
 LAUNCHER_VARIABLE = "MONOFLOW_LAUNCHER_PID"
+#: Where ranks give signs of life, set by `monoflow run`: a file that is touched, whose text is the number of
+#: steps, and one in which a rank that gets the signal `ASK` says where it stands.
+WATCH_VARIABLE = "MONOFLOW_WATCH_DIR"
+#: A folder in memory that outlives the ranks of this host, set by `monoflow run --elastic`.
+SNAPSHOTS_VARIABLE = "MONOFLOW_SNAPSHOTS"
+PULSE, STACKS, ASK = ".pulse", ".stacks", signal.SIGUSR2
 #: The exit status of a program that Ctrl-C ended.
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -205,16 +212,30 @@ def run_script(script: str, args: list[str]) -> int:
     return 0
 
 
-def die_with_launcher() -> None:
-    """End this rank soon after the launcher that started it is gone, however that died."""
+def live_with_launcher() -> None:
+    """Give the launcher signs of life, and end soon after it is gone, however it died."""
     launcher = int(os.environ[LAUNCHER_VARIABLE])
+    folder = os.environ.get(WATCH_VARIABLE)
+    pulse = -1
+    if folder is not None:
+        own = os.path.join(folder, str(os.getpid()))
+        pulse = os.open(f"{own}{PULSE}", os.O_CREAT | os.O_WRONLY)
+        faulthandler.register(ASK, os.open(f"{own}{STACKS}", os.O_CREAT | os.O_WRONLY), all_threads=True)
 
-    def watch() -> None:
+    def live() -> None:
         while os.getppid() == launcher:
+            if pulse >= 0:
+                _beat(pulse)
             time.sleep(1)
         os._exit(1)
 
-    threading.Thread(target=watch, name="die-with-launcher", daemon=True).start()
+    threading.Thread(target=live, name="live-with-launcher", daemon=True).start()
+
+
+def _beat(pulse: int) -> None:
+    observer = observing() if observing.cache_info().currsize else None
+    with contextlib.suppress(OSError):  # a full disk must not end a job
+        os.pwrite(pulse, f"{observer.num_steps if observer else 0:012}".encode(), 0)
 
 
 def end_process(status: int) -> NoReturn:
@@ -258,7 +279,7 @@ def main() -> NoReturn:
     """Run the script named on the command line as one rank."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if LAUNCHER_VARIABLE in os.environ:
-        die_with_launcher()
+        live_with_launcher()
     script, *args = sys.argv[1:]
     try:
         status = run_script(script, args)

@@ -144,6 +144,12 @@ class Observer:
             if not self._traces:
                 recording.until = engine.num_steps + 2
 
+    @property
+    def num_steps(self) -> int:
+        """How many steps the engines that are watched have taken."""
+        with self._lock:
+            return sum(engine.num_steps for one in self._watched if (engine := one.engine()) is not None)
+
     def close(self) -> None:
         """Writes no more; the files go, but for the events of a trace."""
         self._ended.set()

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint import Checkpointer, Saver, group_of, open_together
+from ..checkpoint import (
+    Checkpointer,
+    Saver,
+    Shadow,
+    candidates,
+    first_does,
+    folder_of,
+    group_of,
+    open_together,
+    open_whole,
+)
+from ..config import Settings
+from ..errors import DamagedError
+from ..log import stage_logger
 from .contents import Stateful, contents_of
 from .decorator import Step
 from .restore import Restored, restore
@@ -73,13 +87,15 @@ def checkpointer(
     keep_last: int | None = 3,
     on_signal: bool = True,
     asynchronous: bool = True,
+    resume: bool = True,
+    snapshot_every: int | str = "30s",
 ) -> Checkpointer:
     """Saves a series of checkpoints, `path/step-0000000100`, while training goes on. All ranks call it.
 
+    If there are some, the newest whole one is loaded, as `load` does: what was interrupted goes on.
+
     ```python
     with flow.checkpointer("runs/gpt", train_step, stream=batches, every="10min") as checkpoints:
-        if checkpoints.latest:
-            flow.load(checkpoints.latest, train_step, stream=batches)
         for batch in batches:
             loss = train_step(batch)
             checkpoints.after_step()
@@ -94,30 +110,51 @@ def checkpointer(
             end (SystemExit 143, KeyboardInterrupt). A second signal does what it did before.
         asynchronous: whether a rank copies its share to the host and a thread writes it. One copy at most:
             the next save waits for the one before.
+        resume: whether to go on from what is there; False to begin anew, and replace it step by step.
+        snapshot_every: under `monoflow run --elastic`, how often a snapshot is taken in memory between
+            checkpoints, in steps or as a time: all that a rank which dies can cost.
 
     Raises:
-        CheckpointError: an argument makes no sense.
+        CheckpointError: an argument makes no sense, or what is there does not fit the step.
     """
+    ranks, settings = step.ranks, Settings.from_env(os.environ)
+    memory = folder_of(settings.snapshots, str(path)) if settings.snapshots else None
+    if settings.num_hosts > 1:  # a host that is lost would take its part along
+        memory = None
+    if resume:
+        _resume(step, [memory, str(path)] if memory else [str(path)], stream, extra)
     series = Checkpointer(
         path,
         lambda: contents_of(step, stream, extra),
         step.settled,
-        group_of(step.ranks),
+        group_of(ranks),
         every=every,
         keep_last=keep_last,
         on_signal=on_signal,
         asynchronous=asynchronous,
+        shadow=Shadow(memory, group_of(ranks), snapshot_every) if memory else None,
     )
 
     def roll_back() -> bool:
         series.wait()
-        if series.latest is None:
-            return False
-        load(series.latest, step, extra=_objects(extra))  # the data goes on
-        return True
+        return _resume(step, [memory, str(path)] if memory else [str(path)], None, _objects(extra))
 
     step.refusals.roll_back = roll_back
     return series
+
+
+def _resume(step: Step, folders: Sequence[str], stream: Any, extra: Mapping[str, Any] | None) -> bool:
+    """Loads the newest checkpoint of some folders that is whole; returns whether there was one."""
+    group, log = _group(step), stage_logger("runtime")
+    for path in first_does(group, lambda: candidates(folders)):
+        try:
+            restore(step, open_whole(path, group), group, stream, _objects(extra), verify=True)
+        except DamagedError as error:
+            log.warning("%s is passed over: %s", path, error)
+            continue
+        log.info("%s goes on from %s, after step %d", step.name, path, step.num_steps)
+        return True
+    return False
 
 
 def _objects(extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -178,7 +178,7 @@ print(f"same step: {bool(both[0] == both[1])}\\n", end="", flush=True)
 
 
 def test_ranks_end_when_the_launcher_is_killed(script) -> None:
-    path = script("print(os.getpid(), flush=True)\ntime.sleep(100)")
+    path = script("print(f'{os.getpid()}\\n', end='', flush=True)\ntime.sleep(100)")
     command = [sys.executable, "-m", "monoflow.cli", "run", "-n", "2", str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=cli_environment()) as job:
         assert job.stdout is not None

@@ -1,0 +1,139 @@
+"""The agent of a host: torch's elastic one, which also ends hung ranks and may go on with fewer.
+
+Private parts of torch used here: the methods of `LocalElasticAgent` that begin with an underscore.
+tests/dist/test_elastic.py fails when they move.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from ..runtime.lanes import HANG
+from . import watch
+
+#: Seconds that ranks get to save and end when others join the job.
+JOIN_GRACE = 60
+
+
+class Policy(NamedTuple):
+    """What an agent does about failures.
+
+    Attributes:
+        watch: the folder in which ranks give signs of life.
+        patience: seconds without one after which a rank is taken for hung; 0 for no end.
+        least: ranks of this host without which the job ends; None if a failure ends it.
+        first: of several failures, the (rank, failure) that came first.
+        report: what to say of one.
+        stood: where ranks stood when others failed, lines.
+    """
+
+    watch: Path
+    patience: float
+    least: int | None
+    first: Callable[[dict[int, ProcessFailure]], tuple[int, ProcessFailure]]
+    report: Callable[[int, ProcessFailure], str]
+    stood: Sequence[str]
+
+
+class Agent(LocalElasticAgent):
+    """Starts, watches and ends the ranks of one host.
+
+    A job that may re-form starts all its ranks again when one fails. If the same one dies before its first
+    step twice, its place is given up; if one raises the same error before its first step twice, so is the
+    job.
+    """
+
+    policy: Policy
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._slots = list(range(self._worker_group.spec.local_world_size))
+        self._last: tuple[int, str] | None = None
+        self._hung: dict[int, str] = {}  # by process
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        pids = dict(self._pcontext.pids()) if self._pcontext is not None else {}
+        self._end_silent(pids)
+        taken = {local: watch.steps(pid, self.policy.watch) for local, pid in pids.items()}
+        parent: Any = super()  # its decorator hides its arguments from type checkers
+        result: RunResult = parent._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.policy.least is not None:
+            self._decide(worker_group, result, taken, pids)
+        return result
+
+    def _end_silent(self, pids: dict[int, int]) -> None:
+        """Kills ranks that give no sign of life."""
+        patience = self.policy.patience
+        for local, pid in pids.items():
+            silence = watch.silence(pid, self.policy.watch)
+            if pid in self._hung or not patience or silence < patience:
+                continue
+            rank = self._worker_group.workers[local].global_rank
+            others = {self._worker_group.workers[one].global_rank: other for one, other in pids.items()}
+            stands = watch.stands(others, self.policy.watch)
+            lines = [f"rank {number} {text}\n" for number, text in sorted(stands.items())]
+            self._hung[pid] = f"rank {rank} gave no sign of life for {silence:.0f} s"
+            sys.stderr.write(f"\n{self._hung[pid]}; this is where the ranks stand:\n{''.join(lines)}")
+            os.kill(pid, signal.SIGKILL)
+
+    def _decide(
+        self, group: WorkerGroup, result: RunResult, taken: dict[int, int], pids: dict[int, int]
+    ) -> None:
+        """Whether the job goes on, and with which ranks."""
+        least = self.policy.least
+        assert least is not None
+        rank, failure = self.policy.first(result.failures)
+        local = next(one.local_rank for one in group.workers if one.global_rank == rank)
+        message = failure.error_file_data.get("message")
+        told = message.get("message", "") if isinstance(message, dict) else ""
+        this = -1 if told else self._slots[local], told  # any rank may be the first to meet a bug
+        again = not any(taken.values()) and this == self._last
+        self._last = None if any(taken.values()) else this
+        if self._remaining_restarts <= 0:
+            return
+        if again and (told or len(self._slots) <= least):
+            self._remaining_restarts = 0
+            return
+        said = self.policy.report(rank, failure) if pids[local] not in self._hung else ""
+        said += "".join(self.policy.stood) if HANG in told else ""
+        if again:
+            del self._slots[local]
+            group.spec.local_world_size = len(self._slots)
+            self._last = None
+        count = len(self._slots)
+        sys.stderr.write(
+            f"{said}\nthe job re-forms with {count} rank{'s' * (count > 1)} of this host"
+            + f", without local rank {this[0]}, which failed twice before its first step" * again
+            + f" ({self._remaining_restarts - 1} restarts left)\n"
+        )
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        handler: Any = worker_group.spec.rdzv_handler
+        if hasattr(handler, "_shared_tcp_store_server"):
+            # Ranks join through a store that torch keeps over rounds: in it they would find the addresses of
+            # those before them. So each round gets a new one.
+            handler._shared_tcp_store_server = handler._bootstrap_store_info = None
+        parent: Any = super()
+        parent._rendezvous(worker_group)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state is WorkerState.HEALTHY and self._pcontext is not None:  # others want to join
+            sys.stderr.write("\nother hosts join or leave: the job saves and re-forms\n")
+            self._pcontext.close(signal.SIGTERM, JOIN_GRACE)
+        parent: Any = super()
+        parent._restart_workers(worker_group)
+
+    def _set_local_rank_env(
+        self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec
+    ) -> None:
+        super()._set_local_rank_env(worker_env, local_rank, spec)
+        worker_env["LOCAL_RANK"] = str(self._slots[local_rank])  # of the devices that are left

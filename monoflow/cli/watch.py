@@ -1,0 +1,93 @@
+"""Whether ranks are alive, and where they stand: each has a file that it touches every second.
+
+A rank whose file is left alone for as long as the watchdog waits is taken for hung: it was stopped, or holds
+the interpreter's lock for good. One that only waits, or sleeps, still touches its file; those that wait for
+it say so (see `runtime.lanes`). Where a rank stands is what its `faulthandler` writes when it gets a signal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..runtime.launch import ASK, PULSE, STACKS
+
+_ANSWER = 2.0  # seconds that a rank has to say where it stands
+_PACKAGE = str(Path(__file__).parents[1])
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def silence(pid: int, folder: Path) -> float:
+    """Seconds since a rank gave a sign of life; 0 where it has not begun to."""
+    with contextlib.suppress(OSError):
+        return max(0.0, time.time() - (folder / f"{pid}{PULSE}").stat().st_mtime)
+    return 0.0
+
+
+def steps(pid: int, folder: Path) -> int:
+    """How many steps a rank of this host has taken since it was started."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / f"{pid}{PULSE}").read_text() or 0)
+    return 0
+
+
+def stands(pids: Mapping[int, int], folder: Path) -> dict[int, str]:
+    """Where ranks stand that are still there, a line each.
+
+    Args:
+        pids: by rank. Those that are stopped are made to go on, for which they have no time left.
+    """
+    states = {rank: _state(pid) for rank, pid in pids.items()}
+    asked: dict[int, int] = {}
+    for rank, pid in pids.items():
+        if states[rank] not in ("", "Z") and (folder / f"{pid}{STACKS}").exists():
+            with contextlib.suppress(OSError):
+                os.kill(pid, ASK)
+                os.kill(pid, signal.SIGCONT)
+                asked[rank] = pid
+    deadline = time.monotonic() + _ANSWER
+    while asked and time.monotonic() < deadline:
+        if all((folder / f"{pid}{STACKS}").stat().st_size for pid in asked.values()):
+            time.sleep(0.05)  # the rest of the last one
+            break
+        time.sleep(0.02)
+    return {
+        rank: ("was stopped by a signal, " * (states[rank] in ("T", "t"))) + _place(pid, folder)
+        for rank, pid in asked.items()
+    }
+
+
+def _state(pid: int) -> str:
+    """The letter of a process' state, "" for none that is there."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    with contextlib.suppress(OSError):
+        os.kill(pid, 0)
+        return "?"
+    return ""
+
+
+def _place(pid: int, folder: Path) -> str:
+    """The user's line that a rank's main thread is at, and the innermost one."""
+    with contextlib.suppress(OSError):
+        for thread in (folder / f"{pid}{STACKS}").read_text(errors="replace").split("\n\n"):
+            frames = [found.groups() for line in thread.splitlines() if (found := _FRAME.match(line))]
+            if any("runpy" in file for file, _, _ in frames):
+                theirs = [frame for frame in frames if _is_users(frame[0])]
+                inner, own = frames[0], (theirs or frames)[0]
+                text = f"at {own[0]}:{own[1]} in {own[2]}"
+                return text if own == inner else f"{text}, inside {Path(inner[0]).name}:{inner[1]} {inner[2]}"
+    return "and did not say where"
+
+
+def _is_users(file: str) -> bool:
+    library = sysconfig.get_paths()["stdlib"]
+    inside = file.startswith((_PACKAGE, library, sys.base_prefix, "<")) or "site-packages" in file
+    return not inside
