@@ -1,12 +1,16 @@
 """A readable log per stage: `MONOFLOW_LOG=capture,plan,lower,runtime` (or `all`), on stderr.
 
 Only rank 0 writes, unless MONOFLOW_LOG_RANKS=all; then every line names its rank.
+
+What a script waits for outside of its steps is told here too, to whoever listens for a trace.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 from .config import SETTINGS, STAGES, Settings
 
@@ -20,6 +24,37 @@ def stage_logger(stage: str) -> logging.Logger:
     """
     assert stage in STAGES, f"{stage!r} is not a stage: {STAGES}"
     return logging.getLogger(f"{ROOT}.{stage}")
+
+
+class Wait(NamedTuple):
+    """A script waited for something outside of its steps.
+
+    Attributes:
+        kind: of actor that could have done it, such as "source".
+        number: of times that it waited for this before.
+        start, end: `time.perf_counter_ns`.
+    """
+
+    kind: str
+    name: str
+    number: int
+    start: int
+    end: int
+
+
+_LISTENERS: list[Callable[[Wait], None]] = []
+
+
+def listen(listener: Callable[[Wait], None]) -> Callable[[], None]:
+    """Tells `listener` of every wait from now on, in the thread that waited. Returns what ends that."""
+    _LISTENERS.append(listener)
+    return lambda: _LISTENERS.remove(listener)
+
+
+def tell(wait: Wait) -> None:
+    """Tells those who listen."""
+    for listener in _LISTENERS:
+        listener(wait)
 
 
 class _Stderr(logging.Handler):

@@ -22,7 +22,7 @@ from ..plan.tabulate import duration, size
 from ..runtime.messages import messages, most_live
 from ..runtime.observe import INTERVAL, SNAPSHOT
 from ..runtime.ring import Part, read_part
-from ..runtime.trace import Event, breakdown
+from ..runtime.trace import SCRIPT, Event, breakdown
 from .runs import is_alive
 from .tables import table
 
@@ -45,9 +45,11 @@ class Rank:
 
 
 def last_step(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events of the step before the last one: that one may still be running."""
-    ordered = sorted({(one.program, one.step) for one in events}, key=lambda key: _begin(events, key))
-    chosen = ordered[-2:][:1]
+    """The events of the last step but two: those may still be running."""
+    ordered = sorted(
+        {(one.program, one.step) for one in events if one.lane != SCRIPT}, key=lambda key: _begin(events, key)
+    )
+    chosen = ordered[-3:][:1]
     return tuple(one for one in events if (one.program, one.step) in chosen)
 
 
@@ -133,8 +135,11 @@ def _programs(ranks: Sequence[Rank]) -> Table:
 
 
 def _ranks(ranks: Sequence[Rank], now: float) -> Table:
-    columns = ("compute", "exposed comm.", "data", "idle", "last step", "memory", "plan's peak", "")
-    rows = table("rank, in a step", *columns, left=(0, 8))
+    columns = (
+        "compute", "exposed comm.", "data", "idle", "script waits for data", "last step", "memory",
+        "plan's peak", "",
+    )  # fmt: skip
+    rows = table("rank, in a step", *columns, left=(0, 9))
     for one in ranks[:_MOST]:
         snapshot = one.snapshot
         spent = breakdown(one.events).get(snapshot["rank"])
@@ -148,6 +153,7 @@ def _ranks(ranks: Sequence[Rank], now: float) -> Table:
         rows.add_row(
             str(snapshot["rank"]),
             *shares,
+            f"{snapshot['waited']:.0%}",
             f"{duration(ago)} ago",
             f"{size(snapshot['memory'])} {snapshot['memory_of']}",
             size(predicted) if predicted else "-",

@@ -14,8 +14,10 @@ from rich.table import Table
 from ..plan.tabulate import duration, size
 from ..runtime.messages import Wait, held, messages, most_live, waits, without_waiting
 from ..runtime.trace import (
+    SCRIPT,
     Breakdown,
     Exposed,
+    ahead,
     bottleneck,
     breakdown,
     bubble,
@@ -42,6 +44,8 @@ class Summary:
         waits: what compute waited for, longest first.
         live: class of registers -> the most messages in one of them at a time, and its slots.
         peak_bytes: rank -> the most bytes that its registers held, the step's inputs left out.
+        ahead: time in which a step fired that had begun before the one before it was over, of all ranks.
+        fetching: time that the script waited for batches, of all ranks.
     """
 
     num_steps: int
@@ -54,6 +58,8 @@ class Summary:
     live: dict[str, tuple[int, int]]
     peak_bytes: dict[int, int]
     bottleneck: str
+    ahead: int
+    fetching: int
 
     def as_data(self) -> dict[str, Any]:
         """As JSON has it, times in seconds."""
@@ -73,6 +79,8 @@ class Summary:
             "exposed_communication_seconds": self.exposed.exposed / 1e9,
             "exposed_communication": self.exposed.share,
             "data_wait_seconds": sum(one.data for one in self.spent.values()) / 1e9,
+            "script_waited_for_batches_seconds": self.fetching / 1e9,
+            "steps_overlap_seconds": self.ahead / 1e9,
             "starved": [
                 {"rank": w.rank, "actor": w.actor, "register": w.register, "from": w.writer,
                  "seconds": w.num_ns / 1e9}
@@ -86,7 +94,9 @@ class Summary:
 def summarize(timeline: Timeline) -> Summary:
     """The figures of a timeline."""
     events, sent = timeline.events, messages(timeline.events, timeline.wirings)
-    lengths = sorted(span.end - span.start for span in step_times(events).values())
+    in_steps = [event for event in events if event.lane != SCRIPT]
+    fetching = sum(event.end - event.start for event in events if event.lane == SCRIPT)
+    lengths = sorted(span.end - span.start for span in step_times(in_steps).values())
     moved = without_waiting(events, timeline.wirings)
     spent = breakdown(moved)
     wirings = {(one.program, one.rank): one for one in timeline.wirings}
@@ -106,6 +116,8 @@ def summarize(timeline: Timeline) -> Summary:
         live,
         {rank: max(level for _, level in levels) for (rank, _), levels in held(sent).items()},
         bottleneck(spent),
+        sum(ahead(in_steps).values()),
+        fetching,
     )
 
 
@@ -181,7 +193,11 @@ def _shares(summary: Summary) -> list[str]:
         share = f"{summary.exposed.share:.1%} of {_time(total)}"
         lines.append(f"exposed communication: {share}, while the rank computed nothing ({_time(exposed)})")
     if data := sum(one.data for one in summary.spent.values()):
-        lines.append(f"data wait: {_time(data)}")
+        fetched = f", {_time(summary.fetching)} in all in the script" * bool(summary.fetching)
+        lines.append(f"data wait: {_time(data)} without compute or communication{fetched}")
+    if summary.ahead:
+        each = _time(summary.ahead / summary.num_steps / len(summary.spent))
+        lines.append(f"steps overlap: each begins {each} before the one before is over")
     return lines
 
 

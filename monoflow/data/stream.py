@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from ..errors import FlowError
+from ..log import Wait, tell
 from ..tensor import default_placement, device_mesh, from_local
 from ..tensor.convert import world_size
 from .blocks import BlockFiles
@@ -118,22 +119,23 @@ class Stream:
     def __iter__(self) -> Iterator[Any]:
         epoch, index = self.epoch, self._first
         self.epoch, self._first = epoch + 1, 0
-        asked = time.perf_counter()
+        asked = time.perf_counter_ns()
         with deaths_named(), closing(self._parts(epoch, index)) as parts:
             for part in parts:
                 batch = self._globalize(part)
                 index += 1
                 self._place = (epoch + 1, 0) if part.is_last else (epoch, index)
-                self._count(part, time.perf_counter() - asked)
+                self._count(part, asked, time.perf_counter_ns())
                 yield batch
-                asked = time.perf_counter()
+                asked = time.perf_counter_ns()
 
-    def _count(self, part: Part, seconds: float) -> None:
+    def _count(self, part: Part, asked: int, came: int) -> None:
         stats = self.stats
+        tell(Wait("source", "flow.stream", stats.batches, asked, came))
         self.stats = StreamStats(
             stats.batches + 1,
             stats.samples + part.num_samples,
-            stats.wait_seconds + seconds,
+            stats.wait_seconds + (came - asked) / 1e9,
             stats.skipped + part.num_skipped,
         )
 

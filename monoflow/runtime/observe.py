@@ -27,10 +27,12 @@ from typing import Any, Protocol
 import torch
 
 from ..config import SETTINGS, Settings
+from ..log import Wait, listen
 from .clock import Offset
 from .program import Program
 from .recorder import Fired, Recorder
 from .ring import EVENTS, NAMES, Ring
+from .trace import SCRIPT
 from .wiring import Wiring
 
 SNAPSHOT = ".json"
@@ -116,6 +118,8 @@ class Observer:
         self._watched: list[_Watched] = []
         self._num_named: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._rank, self._waited, self._published = settings.rank, 0, time.perf_counter_ns()
+        self._stop_listening = listen(self._wait)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._publish, name="snapshots", daemon=True)
         self._thread.start()
@@ -150,8 +154,16 @@ class Observer:
         with self._lock:
             return sum(engine.num_steps for one in self._watched if (engine := one.engine()) is not None)
 
+    def _wait(self, wait: Wait) -> None:
+        """The script waited for something."""
+        self._waited += wait.end - wait.start
+        if self._traces:
+            who = SCRIPT, self._rank, SCRIPT, wait.kind, wait.name
+            self._ring.add(who, wait.number, 0, wait.start, wait.end, 0)
+
     def close(self) -> None:
         """Writes no more; the files go, but for the events of a trace."""
+        self._stop_listening()
         self._ended.set()
         self._thread.join()
         for watched in self._watched:
@@ -176,10 +188,14 @@ class Observer:
             self._watched = [one for one in self._watched if one.engine() is not None]
             programs = [_seen(one, engine) for one in self._watched if (engine := one.engine()) is not None]
         memory, of = _memory()
+        now, waited = time.perf_counter_ns(), self._waited
+        self._waited -= waited
+        since, self._published = now - self._published, now
         snapshot = {
             **self._about,
             "at": time.time(),
-            "at_ns": time.perf_counter_ns(),
+            "at_ns": now,
+            "waited": min(1.0, waited / since) if since else 0.0,
             "memory": memory,
             "memory_of": of,
             "programs": programs,

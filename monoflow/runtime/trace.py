@@ -19,6 +19,9 @@ COMMUNICATION = frozenset({"boxing"})
 DATA = frozenset({"source", "copy"})
 HOST = frozenset({"sink", "writer"})
 
+#: The lane, and the program, of what a script waits for outside of its steps.
+SCRIPT = "script"
+
 KINDS = ("source", "copy", "compute", "boxing", "accumulate", "optimizer", "sink", "writer")
 
 
@@ -234,6 +237,20 @@ def step_times(events: Iterable[Event]) -> dict[tuple[str, int], Interval]:
         known = found.get(key, Interval(event.start, event.end))
         found[key] = Interval(min(known.start, event.start), max(known.end, event.end))
     return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def ahead(events: Iterable[Event]) -> dict[int, int]:
+    """Per rank, nanoseconds in which a step fired that had begun before the one before it was over."""
+    spans: dict[tuple[int, str], dict[int, Interval]] = defaultdict(dict)
+    for rank, own in by_rank(events).items():
+        for (program, step), span in step_times(own).items():
+            spans[rank, program][step] = span
+    found: dict[int, int] = defaultdict(int)
+    for (rank, _), steps in spans.items():
+        for step, span in steps.items():
+            if step - 1 in steps:
+                found[rank] += max(0, steps[step - 1].end - span.start)
+    return dict(found)
 
 
 # --- the sentence --------------------------------------------------------------------------------------

@@ -9,13 +9,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+import monoflow as flow
 from monoflow.cli import runs
 from monoflow.cli.run import Job, write_trace
 from monoflow.cli.timeline import Timeline, join, merge, read, write
@@ -284,6 +287,36 @@ def ended_process() -> int:
     """The number of a process that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         return process.pid
+
+
+def test_the_script_that_waits_for_batches_is_seen(tmp_path: Path) -> None:
+    def slow(sample: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.01)
+        return sample
+
+    watching, engine = observer(tmp_path / "job", trace_events=100), Engine()
+    watching.attach(engine, About("train", 8, 64, 1000), dict)
+    batches = flow.stream(torch.arange(6), 2, transform=slow)
+    for _ in batches:
+        engine.run()
+    watching.publish()
+    (rank,) = read_job(tmp_path / "job")
+    assert 0 < rank.snapshot["waited"] <= 1
+    assert all(one.program == "train" for one in rank.events)
+    watching.close()
+    for _ in batches:
+        pass  # nobody is told any more
+    parts = runs.parts(tmp_path / "job")
+    waits = [one for one in parts[0].events if one.lane == "script"]
+    assert [(one.kind, one.name, one.step) for one in waits] == [
+        ("source", "flow.stream", number) for number in range(3)
+    ]
+    assert all(one.end - one.start >= 20e6 for one in waits)
+    write(join(parts), tmp_path / "out.json")
+    data = json.loads(shown(tmp_path / "out.json", as_json=True))
+    assert data["num_steps"] == 3
+    assert data["script_waited_for_batches_seconds"] >= 0.06
+    assert data["data_wait_seconds"] > 0
 
 
 def test_watching_records_a_step_a_snapshot(tmp_path: Path) -> None:

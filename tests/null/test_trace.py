@@ -19,6 +19,7 @@ from monoflow.runtime.trace import (
     Breakdown,
     Event,
     Interval,
+    ahead,
     bottleneck,
     breakdown,
     bubble,
@@ -288,6 +289,20 @@ def test_a_receiver_waits_for_its_sender() -> None:
     (one,) = crossings(events, [sender, receiver])
     assert (one.source.name, one.target.name, one.target.step) == ("send", "receive", 0)
     assert [one.start for one in without_waiting(events, [sender, receiver])] == [10, 10, 30]
+
+
+def test_steps_that_begin_before_the_one_before_is_over() -> None:
+    events = [
+        event(0, 10),
+        event(10, 30, "update"),
+        event(25, 28, "gather", kind="boxing", step=1),  # for five beside the update
+        event(30, 50, step=1),
+        event(50, 60, step=2),
+        event(0, 90, rank=1),
+        event(95, 99, rank=1, step=1),
+        event(20, 99, program="other", step=1),
+    ]
+    assert ahead(events) == {0: 5, 1: 0}
 
 
 def test_what_compute_waited_for() -> None:
