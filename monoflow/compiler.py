@@ -31,13 +31,19 @@ from .lower.compiled import Library
 from .lower.lower import Lowered, lower
 from .mesh import Placement
 from .plan.balance import balanced
+from .plan.checked import Checked, Registers
 from .plan.devices import default_limit, machine_for
+from .plan.parts import Parts
 from .plan.plan import Plan, fingerprint
 from .plan.planner import AUTO, best_of, plan_step
 from .plan.predict import predict
-from .runtime.actors import Engine
+from .runtime.actors import Done, Engine
 from .runtime.finding import Origin
+from .runtime.firing import Homes
+from .runtime.lanes import Ticket
 from .runtime.launch import before_leaving
+from .runtime.liveness import needed_bytes, verify_live
+from .runtime.network import Network
 from .runtime.observe import About, observing
 from .runtime.transport import CommStats, DistTransport, SimTransport
 from .runtime.world import World, current_world, share_key
@@ -48,6 +54,8 @@ __all__ = [
     "Captured",
     "CommStats",
     "Compiled",
+    "Done",
+    "Homes",
     "Host",
     "Input",
     "Library",
@@ -58,6 +66,7 @@ __all__ = [
     "Slot",
     "StepGraph",
     "Subject",
+    "Ticket",
     "World",
     "before_leaving",
     "check_mode",
@@ -299,7 +308,35 @@ def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compi
             return {axis: stats.num_bytes(axis=axis) for axis in placement.axes}
 
         observer.attach(engine, _about(lowered.plan), sent)
-    return Compiled(captured, lowered.plan, lowered, engine, transport)
+    planned = (
+        replace(lowered.plan, memory=_checked(lowered, engine.network)) if SETTINGS.verify else lowered.plan
+    )
+    return Compiled(captured, planned, lowered, engine, transport)
+
+
+def _checked(lowered: Lowered, network: Network) -> Checked:
+    """What the programs need; asserts that they cannot deadlock.
+
+    Of the ranks that are not here, the first rank of the job checks one of every stage, whose programs meet
+    those that are: ranks of one stage run the same tasks.
+    """
+    placement = network.placement
+    stages = [placement.rank_at(one) for one in Parts(lowered.schedule).stages(placement.shape)]
+    if not set(stages) <= set(network.programs) and placement.ranks[0] in network.programs:
+        observes = any(one.observed for one, _ in lowered.schedule.outputs)
+        whole = lower(lowered.plan, stages, torch.device(placement.device_type), observes)
+        network = verify_live(Network(whole.programs, placement, network.one_order))
+    num_bytes = needed_bytes(network)
+    return Checked(
+        {
+            rank: Registers(
+                len(program.registers),
+                num_bytes[rank],
+                max((one.slots for one in program.registers), default=1),
+            )
+            for rank, program in network.programs.items()
+        }
+    )
 
 
 def _about(planned: Plan) -> About:

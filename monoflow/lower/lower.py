@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..graph.step_graph import Phase, metas_of
-from ..plan.donate import Donations, donations, overwritten
+from ..graph.step_graph import Phase, Role, metas_of
+from ..plan.donate import Donations, donations, leaves_apart, overwritten
 from ..plan.parts import Parts
 from ..plan.plan import Plan
 from ..plan.rounds import Kind, Unit
@@ -20,6 +20,9 @@ from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .body import Where, body
 from .micro import alike, num_work_units
+
+#: Inputs that every step has a copy of.
+_FRESH = (Role.BATCH, Role.HYPER, Role.RANDOM)
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,7 @@ class _RankLowering:
     def program(self) -> Program:
         """The rank's program, checked."""
         names = {node: name for name, node in self.plan.graph.placeholders.items()}
+        roles = self.plan.graph.input_of
         for value in self.made.inputs:
             self._register(value)
         tasks = [
@@ -184,7 +188,12 @@ class _RankLowering:
                 gated(tasks, gates, in_place),
                 tuple(self.registers),
                 tuple(
-                    Port(names[one.node], self.register_of[one], donated=one in self.given.values)
+                    Port(
+                        names[one.node],
+                        self.register_of[one],
+                        donated=one in self.given.values,
+                        fresh=roles[names[one.node]].role in _FRESH,
+                    )
                     for one in self.made.inputs
                 ),
                 tuple(
@@ -193,6 +202,7 @@ class _RankLowering:
                 self.plan.micro_batches,
                 num_work_units(self.plan),
                 gates,
+                leaves_apart(self.plan, self.made),
             )
         )
 

@@ -6,6 +6,7 @@ moves, count as one. Tasks that read them before the update must be done when it
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,6 +66,26 @@ def donations(plan: Plan, made: Schedule, tasks: Sequence[Iterable[Op | Box]]) -
                 own = next(task for at, task, _ in uses[value] if at == when)
                 readers[value] = tuple(sorted({task for _, task, _ in uses[value]} - {own}))
     return Donations(frozenset(nodes), frozenset(readers), readers)
+
+
+def leaves_apart(plan: Plan, made: Schedule) -> bool:
+    """Whether each output that replaces an input can be put where that is as soon as nobody reads the input.
+
+    So it shares memory with no other output, and no other output is what the input was.
+    """
+    names = {node: name for name, node in plan.graph.placeholders.items()}
+    origin: dict[LaidOut, LaidOut] = {}
+    for item in made.items:
+        for value, source in shares_memory(item):
+            origin[value] = origin.get(source, source)
+    given = {names[value.node]: value for value in made.inputs}
+    left = [(one.replaces, origin.get(value, value)) for one, value in made.outputs]
+    counts = Counter(memory for _, memory in left)
+    replaced = {given[name] for name, _ in left if name in given}
+    return all(
+        (counts[memory] == 1 or not name) and (memory not in replaced or memory == given.get(name))
+        for name, memory in left
+    )
 
 
 def overwritten(update: Op) -> list[LaidOut]:

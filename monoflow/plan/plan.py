@@ -22,6 +22,7 @@ from ..sbp.registry import OpRule
 from ..sbp.signature import Signature
 from ..sbp.sources import RuleBook
 from .around import Around
+from .checked import Checked
 from .cost import Curve, Device, Machine
 from .diff import Difference, diff
 from .exact import require_exact
@@ -80,6 +81,7 @@ class Plan:
         is_pulled: whether ranks pull micro-batches, their own or another's, as they are free (see `balance`).
         is_frugal: whether nothing is held a while longer so that moves can hide behind compute.
         zero_bubble: whether a stage computes the gradients of weights when nobody waits for it.
+        memory: what the check of its programs says; None before they are made.
     """
 
     graph: StepGraph
@@ -98,6 +100,7 @@ class Plan:
     is_pulled: bool = False
     is_frugal: bool = False
     zero_bubble: bool = False
+    memory: Checked | None = None
 
     @property
     def has_time(self) -> bool:
@@ -124,7 +127,9 @@ class Plan:
         if not self.has_time:
             return self
         signatures = {name: axes[:-1] for name, axes in self.signatures.items()}
-        return replace(self, signatures=signatures, micro_batches=1, is_pulled=False, predicted=None)
+        return replace(
+            self, signatures=signatures, micro_batches=1, is_pulled=False, predicted=None, memory=None
+        )
 
     @cached_property
     def stage_axis(self) -> int | None:
@@ -212,6 +217,8 @@ class Plan:
             lines.append(f"  return {one.name}: {text(self.outputs[one.name])}")
         for name, num_bytes in self.unruled.items():
             lines.append(f"  no rule: %{name} runs replicated, {num_bytes:,} bytes")
+        if self.memory is not None:
+            lines += [f"  {line}" for line in self.memory.text().splitlines()]
         return "\n".join(lines)
 
     def save(self, path: str | Path) -> None:

@@ -23,7 +23,7 @@ from ..config import SETTINGS
 from ..mesh import Placement
 from .channels import HOST
 from .finding import Finding, Origin
-from .firing import Describe, Firing, Registers
+from .firing import Describe, Firing, Homes, Registers
 from .lanes import Crew, Results, Ticket
 from .liveness import verify_live
 from .network import Marking, Network
@@ -38,6 +38,13 @@ class Done:
 
     def __init__(self, results: Results) -> None:
         self._results = results
+
+    went_well = True
+    kept: object = None
+
+    def keep(self, value: object) -> None:
+        """Keeps something until it is taken."""
+        self.kept = value
 
     def result(self) -> Results:
         """Tensors of the output ports of every hosted rank."""
@@ -100,17 +107,40 @@ class Engine:
         """Whether a step that was started runs on lanes while its caller goes on."""
         return self._crew is not None
 
-    def start(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Ticket | Done:
-        """Begins a step; returns once its inputs are taken, and the step before it is done.
+    @property
+    def follows(self) -> bool:
+        """Whether a step may begin while the one before runs."""
+        return self.runs_beside and all(program.follows for program in self.programs.values())
 
-        Without lanes the step is over then.
+    def admit(self, follows: bool) -> None:
+        """Waits until a step may take its inputs. Returns at once if a step has failed.
+
+        Args:
+            follows: whether the step before may still run then; it must have been started with homes. It is
+                known then whether it changes state.
+        """
+        if self._crew is not None:
+            self._crew.admit(follows)
+
+    def start(
+        self,
+        inputs: Mapping[int, Sequence[torch.Tensor]],
+        homes: Homes | None = None,
+    ) -> Ticket | Done:
+        """Begins a step; returns once its inputs are taken. Without lanes the step is over then.
 
         Args:
             inputs: tensors for every program's input ports, by rank.
+            homes: where the state lives that the step leaves, for an engine that `follows`. It is there when
+                the step is over; an input that an output replaces is that very memory, so that the next step
+                may begin before that. Without homes steps wait for each other.
+
+        Raises:
+            RunError: an earlier step failed.
         """
         registers = self._filled(inputs)
         del inputs  # so that registers hold the only references
-        return self._started(registers)
+        return self._started(registers, homes)
 
     def run(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Results:
         """One step: tensors for every program's input ports to tensors of its output ports, by rank."""
@@ -120,13 +150,16 @@ class Engine:
 
     def running(self) -> list[tuple[int, str, str, int]]:
         """What fires at this moment, for people to see: (rank, lane, name, micro-batch)."""
-        marking = self._marking if self._crew is None else self._crew.marking
-        if marking is None:
-            return []
-        actors = [self.network.actors[number] for number in list(marking.running)]
+        markings = [self._marking] if self._crew is None else self._crew.markings
+        running = [
+            (self.network.actors[number], marking.fired[number])
+            for marking in markings
+            if marking is not None
+            for number in list(marking.running)
+        ]
         return [
-            (member.rank, str(actor.lane), member.task.name, marking.fired[actor.number])
-            for actor in actors
+            (member.rank, str(actor.lane), member.task.name, time)
+            for actor, time in running
             for member in actor.members
         ]
 
@@ -166,10 +199,11 @@ class Engine:
             registers.fill(rank, tensors)
         return registers
 
-    def _started(self, registers: Registers) -> Ticket | Done:
+    def _started(self, registers: Registers, homes: Homes | None = None) -> Ticket | Done:
+        assert homes is None or self.follows, "an engine whose steps do not follow each other is given homes"
         self.num_steps += 1
         if self._crew is not None:
-            return self._crew.start(registers)
+            return self._crew.start(registers, homes)
         with torch.no_grad():
             self._drive(registers)
         return Done({rank: registers.take(rank) for rank in self.programs})
@@ -180,16 +214,16 @@ class Engine:
         firing.start()
         marking, actors = Marking(self.network), self.network.actors
         self._marking = marking
-        ready = Ready((one.task.turn(0), one.task.index, one.number) for one in marking.ready())
+        ready = Ready((0, one.task.turn(0), one.task.index, one.number) for one in marking.ready())
         while ready:
-            actor = actors[ready.pop()[2]]
+            actor = actors[ready.pop()[3]]
             time = marking.begin(actor)
             inputs = firing.read(registers, actor, time)
             results = firing.work(actor, self.num_steps - 1, time, inputs)
             given = firing.end(registers, marking, actor, time, results)
             del results
             for one in given:
-                ready.push((one.task.turn(marking.fired[one.number]), one.task.index, one.number))
+                ready.push((0, one.task.turn(marking.fired[one.number]), one.task.index, one.number))
         if not marking.is_done:
             lines = [text for _, text in marking.wait_for_graph()]
             raise AssertionError("\n".join(["the program cannot finish:", *lines[:20]]))

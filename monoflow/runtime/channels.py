@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ..boxing.route import LOCAL_KINDS
 from ..mesh import Placement
-from .program import Rate, Task
+from .program import HOST_KINDS, Program, Rate, Task
 
 
 class Channel(NamedTuple):
@@ -57,6 +57,11 @@ def channel_of(task: Task, placement: Placement, rank: int) -> Channel:
         source, target = (group[sbp[move.axis].stage] for sbp in (move.source, move.target))  # type: ignore[union-attr]
         return Channel("send", move.axis, (source, target))
     return Channel("collectives", move.axis)
+
+
+def lane_of(task: Task, program: Program) -> Channel:
+    """Where a task of a program runs: compute, host, or the channel of a move."""
+    return HOST if task.kind in HOST_KINDS else channel_of(task, program.placement, program.rank)
 
 
 def turns(actors: Sequence[T], micro_batches: int, by_rank: bool) -> Iterator[T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter_ns
 
@@ -22,6 +22,9 @@ from .recorder import Fired, Recorder
 Tensor = torch.Tensor
 #: Describes a failing op of a task for the user: node name -> "module, file:line".
 Describe = Callable[[str], str]
+
+#: By rank, and in the order of its output ports: where state lives that a step leaves; None of a result.
+Homes = Mapping[int, Sequence[Tensor | None]]
 
 #: What a firing gives that pulled a unit, when there was none left.
 _NONE_LEFT: list[Sequence[Tensor]] = [()]
@@ -54,6 +57,27 @@ class Registers:
     def take(self, rank: int) -> list[Tensor]:
         """What the output registers of one rank hold."""
         return [self._taken(rank, register) for register in self.network.taken[rank]]
+
+    def settle(self, homes: Homes, is_held_back: bool = False) -> None:
+        """Brings the state that a step leaves to where it lives, unless it was updated there.
+
+        Args:
+            is_held_back: whether it leaves none, but the state that it found.
+        """
+        moved: list[Tensor] = []
+        places: list[Tensor] = []
+        for rank, own in homes.items():
+            for register, home in zip(self.network.taken[rank], own, strict=True):
+                if home is None:
+                    continue
+                cell = self.network.cells[register].base
+                value = home if is_held_back else self._held(cell)
+                if value.data_ptr() != home.data_ptr() and home.numel():
+                    moved.append(value)
+                    places.append(home)
+                self.cells[cell] = home
+        if moved:
+            torch.ops.aten._foreach_copy_(places, moved)
 
     def read(self, actor: Actor, member: Member, time: int) -> list[Tensor]:
         """A member's inputs; before them, what a move along time has so far."""

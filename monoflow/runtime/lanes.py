@@ -3,6 +3,9 @@
 There is one lane for compute, one for each channel of moves and one for the host; each fires those of its
 actors that can fire, as the engine does in one thread. A lane that waits, for an actor or inside a move, has
 given up the interpreter's lock.
+
+Two steps may be on their way, of which the first has precedence on every lane; `following` says what the
+second may do.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +22,8 @@ import torch
 from ..boxing.collectives import Board
 from ..errors import RunError
 from .channels import COMPUTE, Channel
-from .firing import Firing, Registers
+from .firing import Firing, Homes, Registers
+from .following import Following, Progress
 from .network import Actor, Marking, Network
 from .ready import Ready
 
@@ -36,14 +40,21 @@ class _Flight:
     """A step on its way.
 
     Attributes:
-        last: when an actor was last done, as `time.monotonic` has it.
+        homes: where its state lives; None if that is for others to see to, so that no step may follow.
+        kept: see `Ticket.keep`.
+        broken: the actor of it that failed while the step before was not over, and why.
+        is_ending: whether it has done everything, and a lane brings its state to where it lives.
     """
 
     number: int
     marking: Marking
     registers: Registers
-    last: float
+    progress: Progress
+    homes: Homes | None
     error: BaseException | None = None
+    kept: object = None
+    broken: tuple[Actor, BaseException] | None = None
+    is_ending: bool = False
     is_over: bool = False
 
 
@@ -80,6 +91,20 @@ class Ticket:
     def __init__(self, crew: Crew, flight: _Flight) -> None:
         self._crew, self._flight = crew, flight
 
+    def keep(self, value: object) -> None:
+        """Keeps something until the step is over, and after that only if it changed no state."""
+        self._crew.keep(self._flight, value)
+
+    @property
+    def went_well(self) -> bool:
+        """Whether nothing speaks against it so far: it has not failed, and may change state."""
+        return self._flight.error is None and not self._flight.marking.is_held_back
+
+    @property
+    def kept(self) -> object:
+        """What is kept; None if nothing is, any more."""
+        return self._flight.kept
+
     def result(self) -> Results:
         """Waits for the step: tensors of the output ports of every hosted rank.
 
@@ -93,7 +118,7 @@ class Ticket:
 
 
 class Crew:
-    """The lanes of one engine; one step is on its way at a time.
+    """The lanes of one engine; two steps are on their way at most.
 
     Args:
         board: where the other ranks are heard of, if there are others.
@@ -114,8 +139,11 @@ class Crew:
         self._lanes: dict[Channel, _Lane] = {channel: _Lane() for channel in channels}
         self._lane_of = [self._lanes.get(one.channel, self._lanes[COMPUTE]) for one in network.actors]
         self._threads: list[threading.Thread] = []
-        self._flight: _Flight | None = None
+        self._following = Following(network)
+        self._flights: list[_Flight] = []
+        self._last = 0.0  # when an actor was last done, as `time.monotonic` has it
         self._failed = ""
+        self._is_asked = False  # whether somebody waits for room for another step
         self._stopped = False
         self._num_steps = 0
 
@@ -125,40 +153,75 @@ class Crew:
         return len(self._lanes)
 
     @property
-    def marking(self) -> Marking | None:
-        """Of the step that is on its way, if one is."""
-        flight = self._flight
-        return None if flight is None else flight.marking
+    def markings(self) -> list[Marking]:
+        """Of the steps that are on their way."""
+        return [flight.marking for flight in list(self._flights)]
 
-    def start(self, registers: Registers) -> Ticket:
-        """Begins a step, whose inputs are in its registers, once the one before is done.
+    def admit(self, follows: bool) -> None:
+        """Waits until a step may take its inputs; at once if one has failed.
+
+        Args:
+            follows: whether the step before may still run then.
+        """
+        with self._lock:
+            self._is_asked = True
+            while self._flights and not (follows and self._has_room):
+                self._rest()
+            self._is_asked = False
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the only step on its way lets another one take its inputs."""
+        (first, *others) = self._flights
+        return not others and first.homes is not None and first.progress.takes_inputs
+
+    def start(self, registers: Registers, homes: Homes | None = None) -> Ticket:
+        """Begins a step, whose inputs are in its registers.
+
+        Args:
+            homes: where the state lives that the step leaves. It is there when the step is over, and the next
+                step may begin before that, if it has homes too. None if the caller keeps the state, for which
+                both steps wait.
 
         Raises:
             RunError: an earlier step failed.
         """
-        if (before := self._flight) is not None:
-            self.wait(before)
+        self.admit(homes is not None)
         with self._lock:
             if self._failed:
                 raise RunError(f"a step failed before, so that the ranks are out of step: {self._failed}")
             if not self._threads:
                 self._hire()
-            flight = _Flight(self._num_steps, Marking(self.network), registers, time.monotonic())
+            marking, progress = Marking(self.network), Progress(self._following)
+            flight = _Flight(self._num_steps, marking, registers, progress, homes)
             self._num_steps += 1
-            self._flight = flight
+            self._last = time.monotonic()
+            if self._flights:
+                marking.shut(self._following.closed(self._flights[0].progress.places))
+            self._flights.append(flight)
             self.firing.start()
-            self._enter(flight, flight.marking.ready())
-            self._check_over(flight)
+            self._enter(flight, marking.ready())
+            self._check_over()
         return Ticket(self, flight)
+
+    def keep(self, flight: _Flight, value: object) -> None:
+        """See `Ticket.keep`."""
+        with self._lock:
+            if not flight.is_over or flight.marking.is_held_back:
+                flight.kept = value
 
     def wait(self, flight: _Flight) -> None:
         """Until a step is over. Raises what it failed of."""
         with self._lock:
             while not flight.is_over:
-                if not self._over.wait(_LOOK):
-                    self._look(flight)
+                self._rest()
         if flight.error is not None:
             raise flight.error
+
+    def _rest(self) -> None:
+        """Lets time go by, with the lock, and sees to it that it is worth while."""
+        if not self._over.wait(_LOOK):
+            self._look()
 
     def stop(self) -> None:
         """Ends the threads that do not work on something."""
@@ -190,8 +253,11 @@ class Crew:
 
     def _fire(self, lane: _Lane) -> None:
         """Fires the first of a lane's actors; with the lock, which it gives up while the actor works."""
-        flight, actor = self._flight, self.network.actors[lane.ready.pop()[2]]
-        assert flight is not None, f"{actor.place} fires outside a step"
+        step, _, _, number = lane.ready.pop()
+        flight = self._flights[0 if step == self._flights[0].number else 1]
+        actor = self.network.actors[number]
+        if flight.broken is not None:
+            return
         moment = flight.marking.begin(actor)
         inputs = self.firing.read(flight.registers, actor, moment)
         self._lock.release()
@@ -205,45 +271,86 @@ class Crew:
         if flight.is_over:  # it failed elsewhere
             return
         ready = self.firing.end(flight.registers, flight.marking, actor, moment, results)
-        flight.last = time.monotonic()
+        self._last = time.monotonic()
         del results
         self._enter(flight, ready, lane)
-        self._check_over(flight)
+        if moment + 1 == actor.fires:
+            opened = flight.progress.note(actor)
+            if flight is self._flights[0]:
+                self._open(opened)
+        self._check_over()
 
     def _enter(self, flight: _Flight, actors: Sequence[Actor], own: _Lane | None = None) -> None:
         """Actors can fire; wakes their lanes."""
         for actor in actors:
             lane = self._lane_of[actor.number]
             turn = actor.task.turn(flight.marking.fired[actor.number])
-            lane.ready.push((turn, actor.task.index, actor.number))
+            lane.ready.push((flight.number, turn, actor.task.index, actor.number))
             if lane is not own:
                 lane.wake()
 
-    def _check_over(self, flight: _Flight) -> None:
-        if flight.marking.is_done:
-            self._end(flight)
+    def _open(self, actors: Sequence[int]) -> None:
+        """The first step is so far that the next one, if there is one, may fire more."""
+        if len(self._flights) > 1:
+            self._enter(self._flights[1], self._flights[1].marking.open(actors))
+        elif self._is_asked and self._has_room:
+            self._over.notify_all()
 
-    def _end(self, flight: _Flight, error: BaseException | None = None) -> None:
-        flight.is_over, flight.error = True, error
-        self._flight = None
+    def _check_over(self) -> None:
+        """The first step is over when it has done everything and its state is where it lives."""
+        if not self._flights or self._flights[0].is_ending or not self._flights[0].marking.is_done:
+            return
+        flight = self._flights[0]
+        flight.is_ending = True
+        if (homes := flight.homes) is not None:
+            self._without_lock(lambda: flight.registers.settle(homes, flight.marking.is_held_back))
+        if flight.is_over:  # another rank failed meanwhile
+            return
+        self._open(flight.progress.end())
+        self._end(flight)
+        if self._flights and (broken := self._flights[0].broken) is not None:
+            following = self._flights[0]
+            self._without_lock(lambda: self._fail(following, *broken))
+        self._check_over()
+
+    def _without_lock(self, call: Callable[[], None]) -> None:
+        self._lock.release()
+        try:
+            call()
+        finally:
+            self._lock.acquire()
+
+    def _end(self, flight: _Flight) -> None:
+        flight.is_over = True
+        if not flight.marking.is_held_back:
+            flight.kept = None
+        self._flights.remove(flight)
         self._over.notify_all()
 
     # --- failure -----------------------------------------------------------------------------------
 
     def _fail(self, flight: _Flight, actor: Actor, error: BaseException) -> None:
-        """An actor of this rank failed: of itself, or because another rank did."""
-        if self.board is not None:
-            said = self._heard_soon() if actor.task.move is not None else None
-            if said is not None:
-                failure = RunError(said)
-                failure.__cause__ = error
-                error = failure
-            else:
-                rank = actor.members[0].rank
-                self.board.tell(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
+        """An actor of this rank failed: of itself, or because another rank did.
+
+        If the step before is not over, that ends first, as if this one had not begun.
+        """
+        said = self._heard_soon() if self.board is not None and actor.task.move is not None else None
+        if said is not None:
+            failure = RunError(said)
+            failure.__cause__ = error
+            error = failure
+        with self._lock:
+            if flight.is_over:
+                return
+            if said is None and flight is not self._flights[0]:
+                flight.broken = actor, error
+                return
+        if said is None and self.board is not None:
+            rank = actor.members[0].rank
+            self.board.tell(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
         with self._lock:
             if not flight.is_over:
-                self._give_up(flight, error)
+                self._give_up(error)
 
     def _heard_soon(self) -> str | None:
         """What another rank says of its failure, if a move broke because of that."""
@@ -254,28 +361,33 @@ class Crew:
             time.sleep(0.1)
         return None
 
-    def _give_up(self, flight: _Flight, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
+        """All steps fail."""
         for lane in self._lanes.values():
             lane.ready = Ready()
         self._failed = f"{type(error).__name__}: {error}"
-        self._end(flight, error)
+        for flight in self._flights.copy():
+            flight.error = error
+            self._end(flight)
 
-    def _look(self, flight: _Flight) -> None:
+    def _look(self) -> None:
         """Whether others have failed, or nothing has happened for too long."""
         if self.board is not None and (said := self.board.heard()) is not None:
-            self._give_up(flight, RunError(said))
+            self._give_up(RunError(said))
             return
-        quiet = time.monotonic() - flight.last
+        quiet = time.monotonic() - self._last
         if self.patience <= 0 or quiet < self.patience:
             return
-        if any(self.network.actors[number].task.move is None for number in flight.marking.running):
+        actors = self.network.actors
+        if any(actors[number].task.move is None for one in self._flights for number in one.marking.running):
             return  # something is being computed
-        lines = [self._placed(actor, text) for actor, text in flight.marking.wait_for_graph()]
+        waiting = [line for one in self._flights for line in one.marking.wait_for_graph()]
+        lines = [self._placed(actor, text) for actor, text in waiting]
         text = f"{HANG} for {quiet:.0f} s; this is who waits for whom:\n" + "\n".join(lines)
         sys.stderr.write(text + "\n")
         if self.board is not None:
             self.board.tell(text)
-        self._give_up(flight, RunError(text))
+        self._give_up(RunError(text))
 
     def _placed(self, actor: Actor, text: str) -> str:
         origin = self.firing.origin(actor)

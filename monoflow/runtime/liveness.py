@@ -5,12 +5,13 @@ in one order of firing finishes in every one. So it is enough to go through a st
 many micro-batches a few are enough too: all that bounds how far actors run ahead of each other are the slots,
 and after as many micro-batches as there are slots everything repeats.
 
-Where this process hosts one rank of several, moves count as met as soon as this rank is there: what is
-checked is that its own order of moves, slots and tasks go together.
+Ranks that are not in a network count as there for every move. A network with one rank of every stage is
+enough, then: ranks of the same stage run the same tasks on other shapes.
 """
 
 from __future__ import annotations
 
+from .bounds import Bounds
 from .network import Actor, Edge, Marking, Network
 
 
@@ -35,11 +36,9 @@ def verify_live(network: Network) -> Network:
 
 
 def needed_bytes(network: Network) -> dict[int, int]:
-    """By rank, the most that its registers can hold: every slot of every one full."""
-    return {
-        rank: sum(register.num_bytes for register in program.registers)
-        for rank, program in network.programs.items()
-    }
+    """By rank, the most that a step holds in any timing: inputs, registers, what its moves work with."""
+    found = {rank: Bounds(program, network.one_order) for rank, program in network.programs.items()}
+    return {rank: one.outside + one.rest[0] for rank, one in found.items()}
 
 
 def walked(network: Network) -> Marking:

@@ -18,15 +18,15 @@ it without any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from ..mesh import Placement
-from .channels import COMPUTE, HOST, Channel, channel_of, turns
+from .channels import COMPUTE, HOST, Channel, channel_of, lane_of, turns
 from .pace import paced
-from .program import HOST_KINDS, Program, Rate, Task
+from .program import Program, Rate, Task
 
 
 class Waits(StrEnum):
@@ -206,7 +206,7 @@ class Network:
     def _hired(self, number: int, members: tuple[Member, ...]) -> Actor:
         rank, task = members[0].rank, members[0].task
         folds = task.move is not None and task.move.axis == self.placement.num_axes
-        channel = HOST if task.kind in HOST_KINDS else channel_of(task, self.placement, rank)
+        channel = lane_of(task, self.programs[rank])
         is_pulled = task.rate is Rate.MICRO and self.programs[rank].units > 0 and not task.pulls
         actor = Actor(number, members, self._fires(task), folds, channel, channel, is_pulled)
         if channel not in (COMPUTE, HOST):
@@ -295,7 +295,12 @@ class Network:
 
 
 class Marking:
-    """The tokens of one step, and what every actor still waits for."""
+    """The tokens of one step, and what every actor still waits for.
+
+    Attributes:
+        closed: actors that wait for the step before, and how often they were closed.
+        is_held_back: whether what is gated does not fire in this step.
+    """
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -304,6 +309,8 @@ class Marking:
         self.fired = [0] * len(network.actors)
         self.num_fired = 0
         self.running: set[int] = set()
+        self.closed: dict[int, int] = {}
+        self.is_held_back = False
         self._turns = dict(network.turns())
         self.turn: dict[Channel, Actor | None] = {}
         self._given: list[Actor] = []
@@ -364,7 +371,7 @@ class Marking:
 
     def hold_back(self) -> list[Actor]:
         """What is gated does not fire in this step, and nobody waits for it. Returns who can fire now."""
-        self._given = []
+        self._given, self.is_held_back = [], True
         for actor in self.network.gated:
             left = actor.fires - self.fired[actor.number]
             self.num_fired += left
@@ -378,15 +385,34 @@ class Marking:
                 self._pass_turn(channel)
         return self._given
 
+    def shut(self, actors: Iterable[int]) -> None:
+        """Lets actors wait until each has been opened as often as it is named here."""
+        for number in actors:
+            self.missing[number] += 1
+            self.closed[number] = self.closed.get(number, 0) + 1
+
+    def open(self, actors: Iterable[int]) -> list[Actor]:
+        """Opens actors that were shut. Returns those that can fire now."""
+        self._given = []
+        for number in actors:
+            self.closed[number] -= 1
+            if not self.closed[number]:
+                del self.closed[number]
+            self._less(number)
+        return self._given
+
     def _give(self, edge: int, tokens: int) -> None:
         if not self.tokens[edge]:
-            target = self.network.edges[edge].target
-            self.missing[target] -= 1
-            if not self.missing[target] and target not in self.running:
-                actor = self.network.actors[target]
-                if self.fired[target] < actor.fires:
-                    self._given.append(actor)
+            self._less(self.network.edges[edge].target)
         self.tokens[edge] += tokens
+
+    def _less(self, number: int) -> None:
+        """An actor waits for one thing less."""
+        self.missing[number] -= 1
+        if not self.missing[number] and number not in self.running:
+            actor = self.network.actors[number]
+            if self.fired[number] < actor.fires:
+                self._given.append(actor)
 
     def _pass_turn(self, channel: Channel) -> None:
         actor = next(self._turns[channel], None)
@@ -439,5 +465,7 @@ class Marking:
             actor = self.network.actors[number]
             yield actor, f"{actor.place}{self.when(actor)} runs"
         for actor, edges in self.waiting():
-            what = "; ".join(self.described(actor, edge) for edge in edges)
+            waits = [self.described(actor, edge) for edge in edges]
+            waits += ["waits for the step before"] * (actor.number in self.closed)
+            what = "; ".join(waits)
             yield actor, f"{actor.place}{self.when(actor)} {what or 'can fire'}"

@@ -157,12 +157,19 @@ class _TakesList(CodeGen):
 
 @dataclass(frozen=True)
 class Port:
-    """A register that the outside fills before the step (an input) or takes after it (an output)."""
+    """A register that the outside fills before the step (an input) or takes after it (an output).
+
+    Attributes:
+        replaces: of an output, the input whose next value it is.
+        donated: an input that the program overwrites with its next value.
+        fresh: an input that every step has a copy of, such as its batch.
+    """
 
     name: str
     register: int
     replaces: str = ""
-    donated: bool = False  # an input that the program may overwrite with its next value
+    donated: bool = False
+    fresh: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +180,8 @@ class Program:
         units: of how many units of work, a micro-batch of one rank each, all ranks pull what they walk; 0
             where every rank walks its own micro-batches.
         gates: registers of scalars, the same on every rank, that must be finite for state to change.
+        follows: whether a step may begin while the one before runs, see `following`: none of the outputs that
+            replace an input shares memory with another output.
     """
 
     rank: int
@@ -184,6 +193,7 @@ class Program:
     micro_batches: int = 1
     units: int = 0
     gates: tuple[int, ...] = ()
+    follows: bool = False
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:

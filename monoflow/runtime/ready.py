@@ -5,19 +5,22 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
+#: An actor that could fire: step, turn, task index, number in the network.
+Entry = tuple[int, int, int, int]
+
 
 class Ready:
-    """Actors that could fire, as (turn, task index, number in the network); the first of them goes."""
+    """Actors that could fire; the first of them goes."""
 
-    def __init__(self, entries: Iterable[tuple[int, int, int]] = ()) -> None:
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
         self._heap = list(entries)
         heapq.heapify(self._heap)
 
-    def push(self, entry: tuple[int, int, int]) -> None:
+    def push(self, entry: Entry) -> None:
         """Adds an actor."""
         heapq.heappush(self._heap, entry)
 
-    def pop(self) -> tuple[int, int, int]:
+    def pop(self) -> Entry:
         """Takes out the actor that fires next."""
         return heapq.heappop(self._heap)
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..compiler import Compiled, Input, Output, Role, Slot, Subject, World, share_key
+from ..compiler import Compiled, Done, Homes, Input, Output, Role, Slot, Subject, Ticket, World, share_key
 from ..sbp.layout import NdSbp
 from ..sbp.random_mode import draw_key
-from .pending import Flight, caller, part_of, take_off
+from .pending import Flight, caller, is_waiting, on_its_way, part_of, take_off, untouched
 from .refusal import Refusals
 from .store import Locals, Store, is_whole
 
@@ -82,6 +82,9 @@ class Binding:
         self._given_anew = {
             one.name for one in read if one.role in (Role.BATCH, Role.RANDOM, Role.HYPER, Role.CONSTANT)
         }
+        self._flight: Flight | None = None  # the last step that runs beside its caller, if it can be followed
+        self._ticket: Ticket | Done | None = None
+        self._memory: frozenset[int] = frozenset()  # of the state that it leaves
         written = {target.output.replaces for target in self._targets}
         self._stepped: list[Any] = [
             optimizer
@@ -176,7 +179,7 @@ class Binding:
 
     def _hyper_reader(self, one: Input) -> Callable[[Call], Locals]:
         """How a hyper-parameter is read; groups are looked up each time, `load_state_dict` makes new ones."""
-        ranks, dtype = self.store.ranks, one.meta.dtype
+        ranks, dtype, beside = self.store.ranks, one.meta.dtype, self.compiled.engine.runs_beside
         for number, optimizer in enumerate(self.subject.optimizers):
             for index, group in enumerate(optimizer.param_groups):
                 for key in group:
@@ -186,26 +189,57 @@ class Binding:
                             call: Call, optimizer: Any = optimizer, index: int = index, key: str = key
                         ) -> Locals:
                             value = optimizer.param_groups[index][key]
-                            given = isinstance(value, torch.Tensor)
-                            return dict.fromkeys(
-                                ranks, value.detach() if given else torch.tensor(value, dtype=dtype)
-                            )
+                            if isinstance(value, torch.Tensor):
+                                given = value.detach()  # a step that runs beside its caller has its own
+                                return dict.fromkeys(ranks, given.clone() if beside else given)
+                            return dict.fromkeys(ranks, torch.tensor(value, dtype=dtype))
 
                         return hyper
         raise AssertionError(f"no hyper-parameter {one.name}")
 
     # --- results -----------------------------------------------------------------------------------
 
+    def is_followed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Waits until a call may begin while this step still runs; returns whether it may.
+
+        It may not if it reads what the step leaves, parameters and state aside: the engine reads those when
+        they are there; or if the step before has failed, or was refused.
+        """
+        if self._flight is None or self._flight is not on_its_way():
+            return False
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(map(is_waiting, tensors)):
+            return False
+        if any(part_of(one).untyped_storage().data_ptr() in self._memory for one in tensors):
+            return False
+        if (before := self._flight.before) is not None:
+            before.land()
+        self.compiled.engine.admit(True)
+        return self._ticket is not None and (self._ticket.went_well or not self.refusals.explains)
+
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Starts a step on its lanes; returns the user's result, whose tensors wait for it when touched.
 
-        So do parameters and all else that the step reads or writes, until it is done.
+        So do parameters and all else that the step reads or writes, until it is done. A call of the same step
+        may still be on its way, the one before that is over then.
         """
-        inputs = self.read(args, kwargs)
-        # Lanes work on the memory; the objects that the user sees wait.
-        inputs = {rank: [one.detach() for one in tensors] for rank, tensors in inputs.items()}
-        kept = self.kept(inputs)
-        ticket = self.compiled.engine.start(inputs)
+        engine, before = self.compiled.engine, on_its_way()
+        with untouched():
+            inputs = self.read(args, kwargs)
+            # Lanes work on the memory; the objects that the user sees wait.
+            inputs = {rank: [one.detach() for one in tensors] for rank, tensors in inputs.items()}
+            homes = self._homes(inputs) if engine.follows and self.refusals.lets_follow else None
+            live = list(self._live())
+        if before is not None and homes is None:
+            before.land()  # it left other memory than the step is to write to
+        try:
+            ticket = engine.start(inputs, homes)
+        except BaseException:
+            if before is not None:
+                before.land()  # raises what that failed of
+            raise
+        ticket.keep(self.kept(inputs))
         del inputs
         promised = {
             target.output.name: self._promised(target)
@@ -215,26 +249,60 @@ class Binding:
 
         def finish() -> None:
             with torch.no_grad():
-                own, _, bad = self._taken(ticket.result())
+                own, _, bad = self._taken(ticket.result(), is_settled=homes is not None)
                 for name, promise in promised.items():
                     part_of(promise).set_(part_of(own[name]))  # pyright: ignore[reportArgumentType]
                 if bad:
-                    self.refusals.met(self, bad, kept)
+                    self.refusals.met(self, bad, cast("Kept | None", ticket.kept))
 
-        flight = Flight(finish, caller())
-        flight.hold([*promised.values(), *self._live()])
+        flight = Flight(finish, caller(), on_its_way())
+        flight.hold([*promised.values(), *live])
         take_off(flight)
+        self._flight, self._ticket = (flight, ticket) if homes is not None else (None, None)
         self._note_stepped()
         return self._result(promised)
 
+    def _homes(self, inputs: Mapping[int, Sequence[torch.Tensor]]) -> Homes | None:
+        """Where the state lives that the step leaves; None if it does more than to write it there."""
+        if self.store.simulated or any(
+            self.compiled.captured.slots[name].get() is not None
+            for name in self.compiled.captured.cleared_grads
+        ):
+            return None
+        (rank,) = self.store.ranks
+        program = self.compiled.lowered.programs[rank]
+        read = {port.name: tensor for port, tensor in zip(program.inputs, inputs[rank], strict=True)}
+        homes: list[torch.Tensor | None] = [None] * len(program.outputs)
+        for target in self._targets:
+            position = self._gives[rank].get(target.output.name)
+            if target.slot is None or position is None:
+                continue
+            home = self._home(target, read.get(target.output.replaces))
+            if home is None or home.shape != program.registers[program.outputs[position].register].shape:
+                return None
+            homes[position] = home
+        self._memory = frozenset(one.untyped_storage().data_ptr() for one in homes if one is not None)
+        return {rank: homes}
+
+    def _home(self, target: _Target, read: torch.Tensor | None) -> torch.Tensor | None:
+        """The memory of a live tensor, if its next value is written to it.
+
+        Args:
+            read: what the step reads of it, if it does.
+        """
+        assert target.slot is not None
+        value = target.slot.get()
+        if value is None or target.slot.role is Role.GRAD:
+            return None
+        if read is None:
+            return self.store.held(target.slot, target.layout)
+        part = part_of(value)
+        return read if read.data_ptr() == part.data_ptr() and read.shape == part.shape else None
+
     def _live(self) -> Iterator[torch.Tensor]:
-        """The user's tensors that a step reads or writes, once each."""
-        live = [slot.get() for slot in self.compiled.captured.slots.values()]
-        rates = [
-            value for one in self.subject.optimizers for group in one.param_groups for value in group.values()
-        ]
-        constants = self.compiled.plan.graph.constants.values()
-        tensors = [one for one in (*live, *rates, *constants) if isinstance(one, torch.Tensor)]
+        """The user's tensors that a step reads or writes after it was called, once each."""
+        live = (slot.get() for slot in self.compiled.captured.slots.values())
+        tensors = [one for one in live if one is not None] + list(self.compiled.plan.graph.constants.values())
         yield from {id(one): one for one in tensors}.values()
 
     def _promised(self, target: _Target) -> torch.Tensor:
@@ -244,7 +312,8 @@ class Binding:
         shape = (0,) if position is None else program.registers[program.outputs[position].register].shape
         dtype = output.meta.dtype
         fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-        return self._as_seen(target, torch.full(shape, fill, dtype=dtype, device=self.device))
+        one = torch.full((), fill, dtype=dtype, device=self.device)
+        return self._as_seen(target, one.expand(shape))  # which needs no memory yet
 
     def take(
         self, results: Mapping[int, Sequence[torch.Tensor]], kept: Kept | None
@@ -266,9 +335,12 @@ class Binding:
             optimizer._opt_called = True  # torch's learning rate schedulers look for a step before theirs
 
     def _taken(
-        self, results: Mapping[int, Sequence[torch.Tensor]]
+        self, results: Mapping[int, Sequence[torch.Tensor]], is_settled: bool = False
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, float]]:
         """Puts the next values of live tensors, unless a checked scalar is not finite.
+
+        Args:
+            is_settled: whether next values are where they belong, and may have changed again.
 
         Returns:
             by name, the user's results, whole observed outputs, and the checked scalars that are not finite.
@@ -278,6 +350,8 @@ class Binding:
         observed: dict[str, torch.Tensor] = {}
         written: list[tuple[_Target, Locals]] = []
         for target in self._targets:
+            if is_settled and target.slot is not None:
+                continue
             values = self._given(target.output, results)
             if target.slot is not None:
                 written.append((target, values))
@@ -287,7 +361,7 @@ class Binding:
         bad = self._bad(results)
         if not bad:
             self._write(written)
-        if not bad or not self.refusals.explains:
+        if not is_settled and (not bad or not self.refusals.explains):
             for name in captured.cleared_grads:
                 captured.slots[name].put(None)
         return own, observed, bad

@@ -46,7 +46,7 @@ from .binding import Binding
 from .intercept import interception
 from .materialize import fill, fill_attributes, meant_device
 from .options import Options, checked
-from .pending import synchronize
+from .pending import synchronize, untouched
 from .planning import Wish, make_plan
 from .reference import Reference, live_state
 from .refusal import Refusals
@@ -161,7 +161,17 @@ class Step:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._entered():
-            compiled = self._compiled_for(args, kwargs)
+            before = self._followed_by(args, kwargs)
+            if before is None:
+                synchronize()
+                self.refusals.settle()
+            try:
+                compiled = self._compiled_for(args, kwargs)
+            except BaseException:
+                synchronize()  # if the step before has failed, on other ranks first, that is what to say
+                raise
+            if compiled is not before:
+                synchronize()
             self._last = compiled
             result = self._begun(compiled, args, kwargs)
             self.num_steps += 1
@@ -235,6 +245,7 @@ class Step:
 
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
         """Compiles for these arguments without running; returns the plan."""
+        synchronize()
         self._last = self._compiled_for(args, kwargs)
         return self._last.plan
 
@@ -270,6 +281,7 @@ class Step:
 
     def stats(self) -> CommStats:
         """Collectives and bytes that this rank has sent since the step was compiled, by axis and kind."""
+        synchronize()
         return self._require().stats()
 
     @property
@@ -346,7 +358,8 @@ class Step:
         if self._options.placement is not None:
             return self._options.placement.device_type
         for param in self._subject.params.values():
-            return meant_device(param).type
+            with untouched():
+                return meant_device(param).type
         return "cpu"
 
     def _devices(self, world: World) -> Placement:
@@ -372,13 +385,15 @@ class Step:
         world = self._world()
         if self._subject.refresh():
             self.forget_compiled()
-        kind, devices = kind_of(world, self._subject, args, kwargs), self._devices(world)
-        several = not world.simulated and devices.size > 1
-        if several:
-            self._same_call(kind, devices, world.rank)
-        found = self._versions.find(kind, self._subject)
+        with untouched():  # a step that is on its way changes values alone
+            kind, devices = kind_of(world, self._subject, args, kwargs), self._devices(world)
+            several = not world.simulated and devices.size > 1
+            if several:
+                self._same_call(kind, devices, world.rank)
+            found = self._versions.find(kind, self._subject)
         if found is not None:
             return self._form(found, observe)
+        synchronize()
         if self._device_type() == "meta":
             raise PlacementError(
                 f"{self.name} cannot run on meta parameters, which have no values; look at its graph with "
@@ -452,8 +467,6 @@ class Step:
                 f"function that it was made from, {self.name}.__wrapped__(...), or one step after the other"
             )
         with self._lock:
-            synchronize()
-            self.refusals.settle()
             yield
 
     def _same_call(self, kind: Kind, devices: Placement, rank: int) -> None:
@@ -503,6 +516,11 @@ class Step:
         return self._forms[compiled, observe]
 
     # --- running -----------------------------------------------------------------------------------
+
+    def _followed_by(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled | None:
+        """What is on its way, if it is this step and such a call need not wait for it."""
+        bound = self._bindings.get(self._last) if self._last is not None else None
+        return self._last if bound is not None and bound.is_followed(args, kwargs) else None
 
     def _begun(self, compiled: Compiled, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """One step; where it has lanes, its result may still be on its way (see `pending`)."""

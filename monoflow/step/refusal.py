@@ -41,6 +41,11 @@ class Refusals:
         """Whether what a step was given is to be kept until it is over."""
         return self.policy == "raise"
 
+    @property
+    def lets_follow(self) -> bool:
+        """Whether a step may begin before it is known what becomes of the one before."""
+        return self.policy != "rollback"
+
     def met(self, binding: Binding, bad: Mapping[str, float], kept: Kept | None) -> None:
         """A step was not taken.
 

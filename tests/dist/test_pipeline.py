@@ -70,6 +70,7 @@ def train(name: str, plan: str, num_ranks: int, options: dict[str, Any]) -> dict
         "losses": losses,
         "live": live,
         "held": held_bytes(state),
+        "checked": {} if step.plan.memory is None else dict(step.plan.memory.ranks),
         "whole": sum(one.numel() * one.dtype.itemsize for one in state),
         "sums": {key: value.double().sum().item() for key, value in whole.items()},
         "shapes": {key: tuple(value.shape) for key, value in whole.items()},
@@ -98,6 +99,13 @@ def test_equals_one_device(
             assert largest <= TOLERANCE[kind], (kind, largest, worst)
         assert one["losses"] == found[0]["losses"] and one["sums"] == found[0]["sums"]
         assert one["shapes"] == one["expected"]
+    # The first rank checks one rank of every stage before the run, the others themselves.
+    for rank, one in enumerate(found):
+        stages = range(0, num_ranks, replicas)
+        assert set(one["checked"]) == (set(stages) if rank == 0 else {rank})
+        for checked, registers in one["checked"].items():
+            assert registers == found[checked]["checked"][checked]
+            assert registers.num_bytes > found[checked]["held"]
     # Every tensor of the state is at one stage, and there is no memory for it at any other.
     assert sum(one["held"] for one in found) == replicas * found[0]["whole"]
     assert all(0 < one["held"] < found[0]["whole"] for one in found)

@@ -293,3 +293,17 @@ def test_steps_leave_no_objects_behind() -> None:
     for _ in range(20):
         step(*batch)
     assert num_tensors() <= before
+
+
+def test_the_plan_says_what_its_registers_need() -> None:
+    _, _, step = classifier()
+    batch = batches(1)[0]
+    with flow.simulate(2):
+        plan = step.compile(*batch)
+    assert plan.memory is not None and set(plan.memory.ranks) == {0, 1}
+    assert all(
+        f"rank {rank}: {one.num_bytes:,} bytes" in step.text() for rank, one in plan.memory.ranks.items()
+    )
+    assert "no timing of actors deadlocks" in step.text()
+    held = sum(one.nbytes for one in [*step.subject.params.values(), *batch])
+    assert plan.memory.num_bytes > held / 2

@@ -28,15 +28,16 @@ class Hand:
         self.registers.append(Register(number, f"x{number}", tuple(shape), torch.float32, slots, rate))
         return number
 
-    def given(self, shape: Sequence[int]) -> int:
+    def given(self, shape: Sequence[int], fresh: bool = False, donated: bool = False) -> int:
         """An input of the program."""
         register = self.register(shape)
-        self.inputs.append(Port(f"in{register}", register))
+        self.inputs.append(Port(f"in{register}", register, fresh=fresh, donated=donated))
         return register
 
-    def give(self, register: int) -> None:
-        """An output of the program."""
-        self.outputs.append(Port(f"out{register}", register))
+    def give(self, register: int, replaces: int | None = None) -> None:
+        """An output of the program: a result, or the next value of an input."""
+        name = "" if replaces is None else f"in{replaces}"
+        self.outputs.append(Port(f"out{register}", register, name))
 
     def compute(
         self,
@@ -83,7 +84,7 @@ class Hand:
         self.tasks.append(Task(index, name, phase, tuple(inputs), tuple(outputs), **others))
         return index
 
-    def program(self, checked: bool = True) -> Program:
+    def program(self, checked: bool = True, follows: bool = False) -> Program:
         made = Program(
             self.rank,
             self.place,
@@ -92,6 +93,7 @@ class Hand:
             tuple(self.inputs),
             tuple(self.outputs),
             self.micro_batches,
+            follows=follows,
         )
         return verify(made) if checked else made
 
