@@ -56,6 +56,7 @@ def trained(plan: str, num_ranks: int, micro_batches: int) -> dict[str, Any]:
     compiled.engine.recorder = None
     (program,) = compiled.lowered.programs.values()
     live = most_live(messages(recorder.events, [Wiring.of("p", program)]))
+    made = [task for task in program.tasks if task.compute is not None]
     return {
         "losses": losses,
         "calls": compiled.stats().calls() - before,
@@ -63,7 +64,7 @@ def trained(plan: str, num_ranks: int, micro_batches: int) -> dict[str, Any]:
         "fired": Counter(event.name for event in recorder.events),
         "names": [(task.name, task.rate, task.move is not None) for task in program.tasks],
         "over": [key for key, most in live.items() if most > program.registers[key[2]].slots],
-        "kept": max(one.slots for one in program.registers),
+        "kept": max(program.registers[at].slots for one in made for at in one.outputs),
         "held": len(live),
     }
 
