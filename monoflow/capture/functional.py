@@ -70,8 +70,9 @@ def _is_kept(node: fx.Node) -> bool:
 class _Replay:
     """Runs a traced graph under another trace and hands each node's origin to the nodes it becomes.
 
-    A node whose op stays what it is, whose results no op writes to, and whose arguments look as they did, is
-    copied with the fake values it has. Only the others run again: most of a model is copied.
+    A node whose op stays what it is, whose results no op writes to before all have read them, and whose
+    arguments look as they did, is copied with the fake values it has. Only the others run again: most of a
+    model is copied.
 
     Args:
         written: tells what is written to; None if every node is to run.
@@ -165,7 +166,7 @@ class _Replay:
         return True
 
     def _stays(self, node: fx.Node) -> bool:
-        """Whether the op stays what it is, and nothing writes to what it gives."""
+        """Whether the op stays what it is, and nothing writes to what it gives while that is read."""
         assert self.written is not None
         if is_getitem(node):
             return node.args[0] in self.copies
@@ -177,7 +178,7 @@ class _Replay:
             and not op._schema.is_mutable
             and not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
             and all(x.layout is torch.strided for x in _tensors(node.meta["val"]))
-            and not self.written.touches(node)
+            and not self.written.matters(node)
         )
 
     def _source(self, node: fx.Node) -> fx.Node | None:

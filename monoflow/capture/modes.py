@@ -234,7 +234,7 @@ class CaptureMode(TorchDispatchMode):
         """The op, or the form that it has in a StepGraph."""
         try:
             if is_fused_update(func):
-                return run_fused_update(func, args, kwargs)
+                return run_fused_update(func, args, kwargs, self._recorder.call)
             result = self._recorder.record(func, args, kwargs)
             return random_or(self.key, func, args, kwargs) if result is NotImplemented else result
         except CaptureError as error:

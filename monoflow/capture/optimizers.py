@@ -363,21 +363,33 @@ def is_fused_update(func: Callable) -> bool:
     return func in _UPDATES
 
 
-def run_fused_update(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _plain_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def run_fused_update(
+    func: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    call: Callable[[Any, Sequence[Any], dict[str, Any]], Any] = _plain_call,
+) -> None:
     """A fused in-place update as one functional call a parameter, its results copied back.
 
     One call a parameter, because every parameter may be laid out differently.
+
+    Args:
+        call: calls an op.
     """
     functional = _UPDATES[func]
     names = [argument.name for argument in functional._schema.arguments]
     returned = [one.name.removesuffix("_out") for one in functional._schema.returns]
     for position in range(len(args[0])):
         own = [value[position : position + 1] for value in args]
-        results = functional(*own, **kwargs)
+        results = call(functional, own, dict(kwargs))
         for name, result in zip(returned, results, strict=True):
             written = own[names.index(name)]
             if name != "grads" and written:
-                written[0].copy_(result[0])
+                call(torch.ops.aten.copy_.default, (written[0], result[0]), {})
 
 
 class FusedUpdates(TorchDispatchMode):

@@ -45,6 +45,11 @@ class Recorder:
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}  # of the ops that may take the short way; "" for the others
 
+    def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs an op and adds its node to the trace, in whichever way."""
+        result = self.record(func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
+
     def record(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs an op and adds its node to the trace; NotImplemented if torch's own way has to do it."""
         name = self._names.get(func)
@@ -83,8 +88,7 @@ class Recording(TorchDispatchMode):
         self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = NotImplemented if func in self.others else self.recorder.record(func, args, kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        return func(*args, **kwargs) if func in self.others else self.recorder.call(func, args, kwargs)
 
 
 def _name(func: Any) -> str:

@@ -40,18 +40,45 @@ class Written:
     def __init__(self, graph: fx.Graph, values: Sequence[torch.Tensor]) -> None:
         self._parent: dict[int, int] = {}
         self.values: dict[fx.Node, Any] = {}
-        written: list[int] = []
+        written: list[tuple[int, int]] = []
         given = iter(values)
-        for node in graph.nodes:
+        order: dict[fx.Node, int] = {}
+        for number, node in enumerate(graph.nodes):
+            order[node] = number
             self.values[node] = next(given) if node.op == "placeholder" else node.meta.get("val")
             if isinstance(node.target, torch._ops.OpOverload):
                 self._join_views(node, node.target._schema)
-                written += self._storages_written(node)
-        self._written = {self._root(storage) for storage in written}
+                written += ((storage, number) for storage in self._storages_written(node))
+        self._written: dict[int, int] = {}  # when first
+        for storage, number in reversed(written):
+            self._written[self._root(storage)] = number
+        self._late: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            if self._is_read_late(node, order):
+                self._late.add(node)
 
     def touches(self, node: fx.Node) -> bool:
         """Whether a tensor that the node gives may be memory that some op of the graph writes to."""
         return any(self._root(storage) in self._written for storage in _storages(self.values[node]))
+
+    def matters(self, node: fx.Node) -> bool:
+        """Whether a write to what the node gives can be seen in it, or in a view of it.
+
+        What is read for the last time before the first write to its memory is as if nothing were written.
+        """
+        return node in self._late
+
+    def _is_read_late(self, node: fx.Node, order: Mapping[fx.Node, int]) -> bool:
+        roots = {self._root(storage) for storage in _storages(self.values[node])} & self._written.keys()
+        if not roots:
+            return False
+        first = min(self._written[root] for root in roots)
+        return not node.users or any(
+            order[user] >= first or (user in self._late and self._shares(user, roots)) for user in node.users
+        )
+
+    def _shares(self, node: fx.Node, roots: set[int]) -> bool:
+        return any(self._root(storage) in roots for storage in _storages(self.values[node]))
 
     def _join_views(self, node: fx.Node, schema: torch.FunctionSchema) -> None:
         """Joins what the op's schema says is one memory."""

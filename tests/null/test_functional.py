@@ -94,6 +94,33 @@ def test_each_output_of_an_op_is_memory_of_its_own() -> None:
     assert picks == [True, False]
 
 
+def test_a_write_matters_where_it_can_be_seen() -> None:
+    def function(x: Tensor, y: Tensor) -> list[Tensor]:
+        early = x.t()
+        total = early.sum()
+        through = x.view(6, 2)  # is read early, but not the view of it
+        late = through[0]
+        z = y * 2
+        w = z + 1
+        z.mul_(w)
+        x.copy_(y)
+        return [total, late.sum(), z]
+
+    made, fakes = traced(function, (3, 4), (3, 4))
+    found = Written(made.graph, fakes)
+    matters = {node.name for node in made.graph.nodes if node.op == "call_function" and found.matters(node)}
+    assert matters == {"view", "select", "mul", "mul_", "copy_"}
+    graph = functionalize(made, fakes).graph
+    again = functionalize(*traced(function, (3, 4), (3, 4)), copy_nodes=False).graph
+    assert [(n.name, n.target, str(n.args)) for n in graph.nodes] == [
+        (n.name, n.target, str(n.args)) for n in again.nodes
+    ]
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    given = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(x.clone(), y.clone())
+    for one, other in zip(given, function(x, y), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_statistics_are_written_though_no_schema_says_so() -> None:
     def function(x: Tensor, w: Tensor, mean: Tensor, var: Tensor) -> list[Tensor]:
         y = aten.cudnn_batch_norm.default(x, w, w, mean, var, True, 0.1, 1e-5)[0]
