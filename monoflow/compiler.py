@@ -238,6 +238,7 @@ def plan(
                 refine=refine,
                 num_stages=num_stages,
                 zero_bubble=zero_bubble,
+                seconds=SETTINGS.plan_seconds,
             )
             candidates.append(with_prediction(balanced(one)) if balance == "dynamic" else one)
         except PlanError as error:  # another grid may fit
@@ -263,6 +264,11 @@ def plan(
             "hide behind compute",
             made.predicted.seconds, f"{made.predicted.peak_bytes:,}", 100 * made.search.gap,
         )  # fmt: skip
+        if made.search.left_out:
+            log.info(
+                "%d plans were not looked at: that would take more than MONOFLOW_PLAN_SECONDS=%d of work",
+                made.search.left_out, SETTINGS.plan_seconds,
+            )  # fmt: skip
     return made
 
 

@@ -31,6 +31,8 @@ class Settings:
             `monoflow run --elastic`); "" for none.
         lanes: whether compute and every channel of moves have a thread of their own (MONOFLOW_LANES, on
             unless 0).
+        plan_seconds: seconds of work that planning may take beside the search itself, counted in what is done
+            and not by the clock (MONOFLOW_PLAN_SECONDS).
         watchdog: seconds without any progress after which a step fails, naming who waits for whom
             (MONOFLOW_WATCHDOG); 0 for no end.
         link_delay: seconds that a move's lane sleeps to start and for every byte sent, as if the link were
@@ -48,6 +50,7 @@ class Settings:
     trace_events: int = 0
     snapshots: str = ""
     lanes: bool = True
+    plan_seconds: int = 10
     watchdog: int = 300
     link_delay: tuple[float, float] | None = None
     rank: int = 0
@@ -69,6 +72,7 @@ class Settings:
             trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0),
             snapshots=env.get("MONOFLOW_SNAPSHOTS", ""),
             lanes=_choice(env, "MONOFLOW_LANES", {"0": False, "1": True}, "1"),
+            plan_seconds=_integer(env, "MONOFLOW_PLAN_SECONDS", 10),
             watchdog=_integer(env, "MONOFLOW_WATCHDOG", 300),
             link_delay=_link(env.get("MONOFLOW_LINK_DELAY", "")),
             rank=_integer(env, "RANK", 0),

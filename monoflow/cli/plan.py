@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from ..config import parse_memory
+from ..config import SETTINGS, parse_memory
 from ..errors import PlacementError, PlanError
 from ..graph.step_graph import StepGraph
 from ..mesh import Placement, placement
@@ -92,7 +92,16 @@ def plan(request: Request, console: Console) -> int:
 def _planned(
     graph: StepGraph, where: Placement, name: str, pins: Mapping[str, tuple], machine: Machine
 ) -> tuple[Plan, Prediction]:
-    made = plan_step(graph, where, name, pins, machine, limit=machine.device.capacity, refine=True)
+    made = plan_step(
+        graph,
+        where,
+        name,
+        pins,
+        machine,
+        limit=machine.device.capacity,
+        refine=True,
+        seconds=SETTINGS.plan_seconds,
+    )
     return made, made.predicted or predict(made, machine)
 
 

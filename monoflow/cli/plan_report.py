@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from ..config import SETTINGS
 from ..plan.cost import Machine
 from ..plan.overview import layout_rows, overview
 from ..plan.plan import Plan
@@ -53,6 +54,11 @@ def report(done: Planned) -> RenderableType:
         parts.append(f"[bold red]it does not fit: {over} more than {size(done.limit)}")
     if plan.search is not None:
         parts.append(f"by these prices no plan is more than {plan.search.gap:.1%} faster before moves hide")
+        if plan.search.left_out:
+            parts.append(
+                f"{plan.search.left_out} plans were not looked at: that would take more than "
+                f"MONOFLOW_PLAN_SECONDS={SETTINGS.plan_seconds} of work"
+            )
     if done.others:
         parts += ["", _compared(done)]
     if plan.unruled:

@@ -28,6 +28,7 @@ _MOST = 40  # collectives between two readings of the clock
 _BLOCKS = 5  # such readings
 _SIDE = 256  # of the product that stands for what is computed between collectives
 PASSES = 3  # over all points, at most
+_ENOUGH = 20.0  # seconds after which no further pass is begun
 _STABLE = 0.05  # a pass that lowers half of the points by less than this was the last
 _TURNS = 20  # budgets: long against the time for which a scheduler lets one process run
 _AHEAD = 4  # results that are kept, so that memory is taken as in a step and not handed back at once
@@ -85,20 +86,22 @@ class Timing:
     def points(self, points: Sequence[Point], tell: Callable[[int, int], None]) -> list[tuple[float, float]]:
         """The amount and the seconds of every call, while every other rank makes the same one.
 
-        The least of several passes, as other programs only add to what is measured; passes end when one has
-        found nothing less. Where ranks take turns on the cores, a call that is not interrupted does not see
+        The least of several passes, as other programs only add to what is measured; they end when one has
+        found nothing less, or took long. Where ranks take turns on the cores, a call that is not interrupted does not see
         that: all are longer by the factor by which computing without a pause is.
 
         Args:
             tell: is told the number of the pass and of the point that comes next.
         """
+        start = time.perf_counter()
         amounts, least = self._pass(points, partial(tell, 0))
         for number in range(1, PASSES):
             seconds = self._pass(points, partial(tell, number))[1]
             less = [min(pair) for pair in zip(least, seconds, strict=True)]
             change = statistics.median(1 - now / before for now, before in zip(less, least, strict=True))
             least = less
-            if change <= _STABLE:  # the same on every rank
+            took = mean(time.perf_counter() - start, self.device)
+            if change <= _STABLE or took > _ENOUGH:  # the same on every rank
                 break
         factor = self.turns() if self.takes_turns else 1.0
         return [(amount, factor * one) for amount, one in zip(amounts, least, strict=True)]

@@ -19,6 +19,7 @@ from ..sbp.layout import At, B
 from ..sbp.ops.batch_norm import local_batch_norm
 from ..sbp.registry import OpRule
 from .batches import in_fewest, walked
+from .budget import Budget
 from .cost import Machine
 from .exact import require_exact
 from .pipelines import (
@@ -46,7 +47,9 @@ _CLEARLY = 0.01  # by so much a mesh of more axes must be faster
 #: one saves others may spend, and a bubble's idle core is nobody's gain.
 _MARGIN, _MARGIN_CPU = 0.01, 0.1
 _EQUAL = 1e-3  # what the search takes for equal
-_SMALL = 1500  # calls: templates of a larger step take longer to plan than the search, which folds its layers
+#: The part of the budget that all templates may take to be planned beside the search, which takes less time
+#: than they where layers repeat, as it folds them.
+_FOR_TEMPLATES = 0.5
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Wanted:
         micro_batches: in how many the batch is walked; None to choose.
         refine: whether a part of the outermost axis may become an axis of stages.
         template: plans by a template, predicted; raises PlanError or LayoutError.
+        budget: of work beside the search.
     """
 
     graph: StepGraph
@@ -70,6 +74,7 @@ class Wanted:
     micro_batches: int | None
     refine: bool
     template: Callable[[str], Plan]
+    budget: Budget
 
     @cached_property
     def margin(self) -> float:
@@ -77,9 +82,15 @@ class Wanted:
         return _MARGIN_CPU if self.placement.device_type == "cpu" else _MARGIN
 
     @cached_property
+    def num_ops(self) -> int:
+        """What planning one plan costs of the budget."""
+        return sum(1 for _ in self.graph.calls())
+
+    @cached_property
     def is_small(self) -> bool:
         """Whether templates are planned beside the search."""
-        return sum(1 for _ in self.graph.calls()) <= _SMALL
+        ops = self.num_ops * self.placement.num_axes * len(TEMPLATES)
+        return ops <= _FOR_TEMPLATES * self.budget.total
 
     @cached_property
     def is_free(self) -> bool:
@@ -92,6 +103,7 @@ class Wanted:
     def templates(self, names: Sequence[str]) -> Iterator[Plan]:
         """Plans by those templates that suit the step and its pins."""
         for name in names:
+            self.budget.spent += self.num_ops * self.placement.num_axes
             try:
                 yield self.template(name)
             except (LayoutError, PlanError):
@@ -270,9 +282,13 @@ def _pipelines(found: _Found, sources: Sequence[Plan]) -> None:
             least = work.at_least(wanted.placement.size, size, most)
             names = product_names(wanted.placement, size)
             ranked += [(least, name, size) for name in names if name not in known]
+    is_begun = False  # one pipeline is looked at whatever the budget
     for least, name, size in sorted(ranked, key=lambda one: one[0]):
         if not found.could_be(least, wanted.margin):
             break
+        if is_begun and not wanted.budget.allows():
+            continue
+        is_begun = True
         if name not in known:
             known[name] = next(wanted.templates([name]), None)
         source = known[name]
@@ -293,6 +309,7 @@ def _pipeline(found: _Found, source: Plan, size: int, thorough: bool) -> bool:
         return True
     most = most_micro_batches(source, size)
     for made in in_micro_batches(plan, most, wanted.micro_batches, wanted.limit, wanted.rules):
+        wanted.budget.spent += wanted.num_ops
         before = found.best
         margin = 0.0 if before is not None and before.has_stages else wanted.margin
         taken = found.consider(made, margin)
@@ -398,7 +415,9 @@ def _concluded(found: _Found, sources: Sequence[Plan]) -> Plan:
     bound = min([*bounds, predicted.seconds + predicted.hidden])
     gap = gap_of(predicted, bound)
     name = best.name if best.has_stages or not best.has_time else "auto"
-    return replace(best, name=name, search=Search(bound, gap, found.tried, wanted.limit))
+    return replace(
+        best, name=name, search=Search(bound, gap, found.tried, wanted.limit, wanted.budget.left_out)
+    )
 
 
 def _predicted(plan: Plan) -> Prediction:

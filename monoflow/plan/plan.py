@@ -51,12 +51,14 @@ class Search:
         gap: how far the plan may be above that, relative to its own seconds with all its moves.
         tried: other plans that were considered: name -> predicted seconds, and bytes at the peak.
         limit: bytes that a rank may hold; 0 for no limit.
+        left_out: plans that were not looked at, as the budget of work was spent.
     """
 
     bound: float
     gap: float
     tried: Mapping[str, tuple[float, int]]
     limit: int = 0
+    left_out: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,7 +326,11 @@ def _built(data: Mapping[str, Any], graph: StepGraph, rules: Mapping[Callable, O
         None
         if search is None
         else Search(
-            search["bound"], search["gap"], {k: tuple(v) for k, v in search["tried"].items()}, search["limit"]
+            search["bound"],
+            search["gap"],
+            {k: tuple(v) for k, v in search["tried"].items()},
+            search["limit"],
+            search["left_out"],
         ),
         micro_batches=data["micro_batches"],
         is_pulled=data["is_pulled"],

@@ -16,6 +16,7 @@ from ..sbp.registry import OpRule
 from ..sbp.sources import RuleBook
 from .axis import AxisPlan, AxisProblem
 from .batches import walked
+from .budget import Budget
 from .calls import bytes_around
 from .choose import Wanted, best_of, choose
 from .cost import REFERENCE, DeviceCost, Machine
@@ -46,6 +47,7 @@ def plan_step(
     refine: bool = False,
     num_stages: int | None = None,
     zero_bubble: bool = False,
+    seconds: float = 10.0,
 ) -> Plan:
     """Plans a step: by search, or by a template and what a user pins.
 
@@ -62,6 +64,7 @@ def plan_step(
             stages. Without it, or with pins, all of that axis may become one.
         num_stages: of a pipeline; one a rank of its axis when left out.
         zero_bubble: whether a stage computes the gradients of weights when nobody waits for it.
+        seconds: what "auto" may take beside the search, see `budget`.
 
     Raises:
         PlanError, LayoutError: the template is unknown, a pin does not fit, nothing fits the limit, or the
@@ -81,7 +84,16 @@ def plan_step(
         return plan_step(graph, placement, template, pins, machine, rules, micro_batches=1)
 
     wanted = Wanted(
-        graph, placement, machine, pins, rules, limit, micro_batches, refine and not pins, by_template
+        graph,
+        placement,
+        machine,
+        pins,
+        rules,
+        limit,
+        micro_batches,
+        refine and not pins,
+        by_template,
+        Budget.of(seconds),
     )
     return choose(wanted)
 
