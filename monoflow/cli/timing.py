@@ -87,8 +87,8 @@ class Timing:
         """The amount and the seconds of every call, while every other rank makes the same one.
 
         The least of several passes, as other programs only add to what is measured; they end when one has
-        found nothing less, or took long. Where ranks take turns on the cores, a call that is not interrupted does not see
-        that: all are longer by the factor by which computing without a pause is.
+        found nothing less, or took long. Where ranks take turns on the cores, a call that is not interrupted
+        does not see that: all are longer by the factor by which computing without a pause is.
 
         Args:
             tell: is told the number of the pass and of the point that comes next.
