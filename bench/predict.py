@@ -116,7 +116,8 @@ def on_ranks(
 def _rank(rank: int, num_ranks: int, folder: str, jobs: Any, steps: int, cpu: bool, queue: Any) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     if num_ranks > 1:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     rows = [measured(example, mesh, plan, steps, cpu) for example, mesh, plan in jobs]
     if rank == 0:
