@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..errors import CheckpointError
 from ..log import stage_logger
 from .every import Every
-from .group import Group, Joined, first_does
+from .group import Group, Joined, first_does, gloo_group
 from .saver import Saver
 from .series import newest, path_of, prune
 from .shadow import Shadow
@@ -29,11 +29,7 @@ class _Ballot:
     """What the ranks want, counted while the next step runs: all get the answer one call later."""
 
     def __init__(self, group: Group) -> None:
-        self._group = (
-            dist.new_group(list(group.ranks), backend="gloo", use_local_synchronization=True)
-            if isinstance(group, Joined)
-            else None
-        )
+        self._group = gloo_group(group.ranks) if isinstance(group, Joined) else None
         self._cast: tuple[torch.Tensor, Any] | None = None
 
     def cast(self, signum: int, is_due: bool, is_snapshot_due: bool) -> None:

@@ -50,7 +50,7 @@ class Joined:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.rank = dist.get_rank()
-        self.group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+        self.group = gloo_group(self.ranks)
 
     def gather(self, value: Any) -> list[Any]:
         found: list[Any] = [None] * len(self.ranks)
@@ -61,6 +61,16 @@ class Joined:
                 f"rank {self.rank} lost touch with the others of ranks {list(self.ranks)}: {error}"
             ) from error
         return found
+
+
+def gloo_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A new Gloo group of these ranks, of which all must call it."""
+    # torch names a group that only its own ranks make by how many groups there are, and gives such a name
+    # twice where some were destroyed in between.
+    some = len(ranks) < dist.get_world_size()
+    group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=some)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def group_of(ranks: Sequence[int]) -> Group:

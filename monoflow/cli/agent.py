@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,32 +59,47 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._slots = list(range(self._worker_group.spec.local_world_size))
         self._last: tuple[int, str] | None = None
-        self._hung: dict[int, str] = {}  # by process
+        self._hung: set[int] = set()  # local ranks that were killed in this round
+        self._progress: tuple[dict[int, int], float] = {}, 0.0  # steps taken, and since when so many
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = dict(self._pcontext.pids()) if self._pcontext is not None else {}
-        self._end_silent(pids)
         taken = {local: watch.steps(pid, self.policy.watch) for local, pid in pids.items()}
+        self._end_hung(pids, taken)
         parent: Any = super()  # its decorator hides its arguments from type checkers
         result: RunResult = parent._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.policy.least is not None:
             self._decide(worker_group, result, taken, pids)
         return result
 
-    def _end_silent(self, pids: dict[int, int]) -> None:
-        """Kills ranks that give no sign of life."""
-        patience = self.policy.patience
-        for local, pid in pids.items():
-            silence = watch.silence(pid, self.policy.watch)
-            if pid in self._hung or not patience or silence < patience:
-                continue
-            rank = self._worker_group.workers[local].global_rank
-            others = {self._worker_group.workers[one].global_rank: other for one, other in pids.items()}
-            stands = watch.stands(others, self.policy.watch)
-            lines = [f"rank {number} {text}\n" for number, text in sorted(stands.items())]
-            self._hung[pid] = f"rank {rank} gave no sign of life for {silence:.0f} s"
-            sys.stderr.write(f"\n{self._hung[pid]}; this is where the ranks stand:\n{''.join(lines)}")
-            os.kill(pid, signal.SIGKILL)
+    def _end_hung(self, pids: dict[int, int], taken: dict[int, int]) -> None:
+        """Kills ranks that give no sign of life, or for which others wait while no step ends."""
+        patience, now = self.policy.patience, time.monotonic()
+        if self._progress[0] != taken:
+            self._progress = taken, now
+        if not patience:
+            return
+        silences = {local: watch.silence(pid, self.policy.watch) for local, pid in pids.items()}
+        silent = {local for local, seconds in silences.items() if seconds >= patience}
+        stands: dict[int, watch.Stand] = {}
+        if silent:
+            stands = watch.stands(pids, self.policy.watch)
+            why = f"gave no sign of life for {max(silences.values()):.0f} s"
+        elif any(taken.values()) and now - self._progress[1] >= patience:
+            self._progress = taken, now
+            stands = watch.stands(pids, self.policy.watch)
+            if any(one.waits for one in stands.values()):
+                silent = {local for local, one in stands.items() if not one.waits} or set(stands)
+            why = f"kept the others waiting for {patience:.0f} s"
+        if not silent - self._hung:
+            return
+        rank_of = {one.local_rank: one.global_rank for one in self._worker_group.workers}
+        names = ", ".join(str(rank_of[local]) for local in sorted(silent))
+        lines = [f"rank {rank_of[local]} {one.text}\n" for local, one in sorted(stands.items())]
+        sys.stderr.write(f"\nrank {names} {why}; this is where the ranks stand:\n{''.join(lines)}")
+        for local in silent:
+            os.kill(pids[local], signal.SIGKILL)
+        self._hung |= silent
 
     def _decide(
         self, group: WorkerGroup, result: RunResult, taken: dict[int, int], pids: dict[int, int]
@@ -103,7 +119,7 @@ class Agent(LocalElasticAgent):
         if again and (told or len(self._slots) <= least):
             self._remaining_restarts = 0
             return
-        said = self.policy.report(rank, failure) if pids[local] not in self._hung else ""
+        said = self.policy.report(rank, failure) if local not in self._hung else ""
         said += "".join(self.policy.stood) if HANG in told else ""
         if again:
             del self._slots[local]
@@ -117,6 +133,8 @@ class Agent(LocalElasticAgent):
         )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._hung.clear()
+        self._progress = {}, time.monotonic()
         handler: Any = worker_group.spec.rdzv_handler
         if hasattr(handler, "_shared_tcp_store_server"):
             # Ranks join through a store that torch keeps over rounds: in it they would find the addresses of

@@ -187,7 +187,7 @@ def _bounded_shutdown(folder: Path) -> Iterator[list[str]]:
             return
         stands = watch.stands(self.pids(), folder)
         if stands:
-            stood[:] = [f"local rank {rank} {text}\n" for rank, text in sorted(stands.items())]
+            stood[:] = [f"local rank {rank} {one.text}\n" for rank, one in sorted(stands.items())]
         close(self, death_sig, FAILURE_GRACE)
 
     with mock.patch.object(PContext, "close", bounded):

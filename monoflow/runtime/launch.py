@@ -220,7 +220,9 @@ def live_with_launcher() -> None:
     if folder is not None:
         own = os.path.join(folder, str(os.getpid()))
         pulse = os.open(f"{own}{PULSE}", os.O_CREAT | os.O_WRONLY)
-        faulthandler.register(ASK, os.open(f"{own}{STACKS}", os.O_CREAT | os.O_WRONLY), all_threads=True)
+        faulthandler.register(
+            ASK, os.open(f"{own}{STACKS}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), all_threads=True
+        )
 
     def live() -> None:
         while os.getppid() == launcher:

@@ -77,12 +77,13 @@ def _flip(path: Path, choice: random.Random) -> None:
         file.write(bytes([byte ^ 0x40]))
 
 
+SLEEP = "sleep in a step"
 FAULTS: Sequence[Fault] = (
     Fault("kill a rank", kill_a_rank),
     Fault("kill a rank that saves to a slow disk", kill_while_it_saves),
     Fault("kill the launcher", kill_the_launcher, restarts_launcher=True),
     Fault("stop a rank", stop_a_rank),
-    Fault("sleep in a step", sleep_in_a_step),
+    Fault(SLEEP, sleep_in_a_step),
     Fault("full disk", fill_the_disk),
     Fault("damaged newest checkpoint", damage_the_newest),
 )
