@@ -166,7 +166,12 @@ class _RankErrors(ErrorHandler):
             "host": socket.gethostname(),
         }
         message = {"message": f"{type(e).__name__}: {e}", "extraInfo": extra}
-        self._write_error_file(path, json.dumps({"message": message}))
+        try:  # whole or not at all: the launcher could not read half of it
+            with open(f"{path}.new", "w") as file:
+                file.write(json.dumps({"message": message}))
+            os.replace(f"{path}.new", path)
+        except OSError:  # a full disk
+            sys.stderr.write(user_traceback(e))
 
 
 def user_traceback(error: BaseException) -> str:

@@ -86,7 +86,10 @@ def curves(path: Path) -> dict[str, list[list[float]]]:
 
 
 def test_one_curve_bit_for_bit(run_ranks: RunRanks, tmp_path: Path) -> None:
-    alone = {lazy: curve(*build("data", lazy)[::2]) for lazy in (False, True)}
+    alone = {}
+    for lazy in (False, True):
+        step, _, batches = build("data", lazy)
+        alone[lazy] = curve(step, batches)
     ranks = run_ranks(2, curves, tmp_path)
     for plan in PLANS:
         runs, expected = ranks[0][plan], alone[plan in LAZY]
