@@ -15,6 +15,7 @@ from monoflow.mesh import Placement, placement
 from monoflow.runtime import actors
 from monoflow.runtime.actors import Engine
 from monoflow.runtime.program import Port, Program, Register, Task, task_module, verify
+from monoflow.runtime.ready import Entry
 from monoflow.runtime.transport import SimTransport
 from monoflow.sbp.layout import B, P
 
@@ -112,7 +113,7 @@ def test_a_task_without_inputs_fires_and_an_input_passes_through() -> None:
 class Backwards(actors.Ready):
     """Ready actors, of which the last in program order is handed out."""
 
-    def pop(self) -> tuple[int, int, int]:
+    def pop(self) -> Entry:
         return self._heap.pop(self._heap.index(max(self._heap)))
 
 

@@ -19,6 +19,7 @@ from monoflow.plan.donate import donations
 from monoflow.plan.planner import plan_step
 from monoflow.plan.schedule import schedule
 from monoflow.runtime import actors
+from monoflow.runtime.ready import Entry
 
 ONE = flow.placement("cpu", [0])
 
@@ -105,7 +106,7 @@ class Shuffled(actors.Ready):
 
     chance = random.Random(0)
 
-    def pop(self) -> tuple[int, int, int]:
+    def pop(self) -> Entry:
         return self._heap.pop(self.chance.randrange(len(self)))
 
 
