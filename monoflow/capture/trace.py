@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -138,11 +138,17 @@ def _refuse_compiled(index: int, model: nn.Module) -> None:
                 f"{where} is TorchScript ({type(module).__name__}), which runs past Python; pass the plain "
                 "module that it was scripted or traced from, and call that in the step"
             )
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+        if _is_optimized(module) or module._compiled_call_impl is not None:
             raise CaptureError(
                 f"{where} is compiled by torch.compile; pass the plain module (compiled._orig_mod, or one "
                 "without a call of .compile()), and call that in the step: monoflow captures it itself"
             )
+
+
+def _is_optimized(module: nn.Module) -> bool:
+    """Whether torch.compile made a module. Where it is not imported, it made none."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ tests/null/test_compiled.py fails when they move. Compiled functions are kept in
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +20,6 @@ import torch
 from filelock import FileLock
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
-from torch._inductor import compile_fx, config, cpp_builder, exc
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 Tensor = torch.Tensor
 
@@ -29,20 +27,25 @@ Tensor = torch.Tensor
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
 
 
+def _inductor(name: str) -> Any:
+    """A module of torch's compiler. It takes seconds to import: only who compiles pays."""
+    return importlib.import_module(f"torch._inductor.{name}")
+
+
 def missing_compiler(device: torch.device) -> str:
     """Why nothing can be compiled for a device here; "" where it can."""
     if device.type != "cpu":
         return "" if torch.cuda.is_available() else f"there is no compiler for {device.type}"
     try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
+        _inductor("cpp_builder").get_cpp_compiler()
+    except _inductor("exc").InvalidCxxCompiler as error:
         return f"there is no C++ compiler ({error})"
     return ""
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The ops that the compiler wants in terms of others."""
-    return select_decomp_table()
+    return _inductor("decomposition").select_decomp_table()
 
 
 def without_repeats(graph: fx.Graph) -> fx.Graph:
@@ -58,8 +61,9 @@ def compile_graph(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Function:
     Args:
         inputs: fake tensors of the shapes, strides, dtypes and devices of the placeholders.
     """
+    compile_fx = _inductor("compile_fx")
     # With the C++ wrapper the whole graph is one call, during which other Python threads run.
-    with torch.no_grad(), config.patch(cpp_wrapper=True):
+    with torch.no_grad(), _inductor("config").patch(cpp_wrapper=True):
         compile_fx._recursive_joint_graph_passes(module)
         output = module.graph.output_node()
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
@@ -71,7 +75,7 @@ def one_at_a_time(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[
     """Within: no other process of this host compiles such a graph. Who comes second finds it in the cache."""
     looks = [(x.shape, x.stride(), x.dtype, x.device) for x in inputs]
     digest = hashlib.sha256(f"{module.code}{looks}".encode()).hexdigest()
-    folder = Path(cache_dir(), "monoflow")
+    folder = Path(_inductor("runtime.cache_dir_utils").cache_dir(), "monoflow")
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / f"{digest[:32]}.lock"):
         yield

@@ -67,7 +67,7 @@ def by_stage(plan: Plan, items: Sequence[Op | Box]) -> tuple[list[Op | Box], Rou
     rounds = Rounds(stages.axis, plan.mesh[stages.axis], stages.num, plan.micro_batches, plan.zero_bubble)
     units = _Units(plan, stages, items).found()
     marked = [replace(item, unit=units.get(at)) for at, item in enumerate(items)]
-    first = next(at for at, item in enumerate(marked) if item.walked)
+    first = next((at for at, item in enumerate(marked) if item.walked), len(marked))
     groups: dict[Unit, list[Op | Box]] = {}
     for item in marked:
         if item.unit is not None:

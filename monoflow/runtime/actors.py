@@ -100,7 +100,7 @@ class Engine:
         waits = any(one.channel is HOST for one in self.network.actors)
         if on_cpu and lanes is not None and (board is not None or (waits and lanes)):
             self._crew = Crew(self.network, self.firing, board, patience, one_lane=not lanes)
-            weakref.finalize(self, self._crew.stop)
+            weakref.finalize(self, self._crew.stop).atexit = False  # then it is dismissed
 
     @property
     def runs_beside(self) -> bool:

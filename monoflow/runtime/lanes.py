@@ -10,10 +10,12 @@ second may do.
 
 from __future__ import annotations
 
+import atexit
 import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +73,7 @@ class _Lane:
         self._gate.acquire()
         self._is_waiting = False
 
-    def wait(self, lock: threading.Lock) -> None:
+    def wait(self, lock: threading.RLock) -> None:
         """Until it is woken; gives up the crew's lock meanwhile."""
         self._is_waiting = True
         lock.release()
@@ -131,7 +133,7 @@ class Crew:
     ) -> None:
         self.network, self.firing, self.board, self.patience = network, firing, board, patience
         self.one_lane = one_lane
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `stop` may be called by a collection of garbage, anywhere
         self._over = threading.Condition(self._lock)
         channels = dict.fromkeys(
             [COMPUTE] if one_lane else [COMPUTE, *(one.channel for one in network.actors)]
@@ -230,6 +232,13 @@ class Crew:
             for lane in self._lanes.values():
                 lane.wake()
 
+    def dismiss(self) -> None:
+        """Ends the threads and waits for them, though not for long: one may wait for a rank that is gone."""
+        self.stop()
+        end = time.monotonic() + _LOOK
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
     # --- lanes -------------------------------------------------------------------------------------
 
     def _hire(self) -> None:
@@ -239,6 +248,7 @@ class Crew:
             )
             self._threads.append(thread)
             thread.start()
+        atexit.register(_dismiss, weakref.ref(self))
 
     @torch.no_grad()
     def _work(self, lane: _Lane) -> None:
@@ -392,3 +402,9 @@ class Crew:
     def _placed(self, actor: Actor, text: str) -> str:
         origin = self.firing.origin(actor)
         return f"{text}  [{origin}]" if origin else text
+
+
+def _dismiss(crew: weakref.ref[Crew]) -> None:
+    """Before the interpreter ends, which would end a thread in the middle of torch, and abort."""
+    if (living := crew()) is not None:
+        living.dismiss()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._inductor import cpp_builder, exc
 
 from monoflow.lower import building, compiled, inductor
 from monoflow.lower.compiled import Library
@@ -278,9 +279,9 @@ def test_a_compiler_is_there_or_its_lack_is_told(monkeypatch: pytest.MonkeyPatch
     assert inductor.missing_compiler(torch.device("cpu")) == ""
 
     def none() -> str:
-        raise inductor.exc.InvalidCxxCompiler
+        raise exc.InvalidCxxCompiler
 
-    monkeypatch.setattr(inductor.cpp_builder, "get_cpp_compiler", none)
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     assert "C++ compiler" in inductor.missing_compiler(torch.device("cpu"))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,3 +160,12 @@ def test_relative_imports_are_resolved_from_packages_too() -> None:
     assert violations("", "monoflow.utils", False, allowed) == [
         "monoflow.utils: the part 'utils' is not in the table"
     ]
+
+
+def test_only_who_compiles_imports_the_compiler() -> None:
+    """It takes as long as all else together."""
+    code = (
+        "import sys, monoflow.cli; print([one for one in sys.modules if one == 'torch._inductor.compile_fx'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -148,6 +148,18 @@ def test_threads_end_with_their_engine() -> None:
         assert not thread.is_alive()
 
 
+def test_threads_are_gone_before_the_interpreter_is() -> None:
+    """Whoever dismisses a crew, in the middle of anything, waits for its threads."""
+    programs, inputs = pipeline(2, 2), pipeline_inputs(2, 2)
+    crew = crew_of(programs, SimTransport(programs[0].placement))
+    begun(crew, inputs).result()
+    assert all(thread.is_alive() for thread in crew._threads) and len(crew._threads) > 1
+    with crew._lock:  # a collection of garbage may come there
+        crew.stop()
+    crew.dismiss()
+    assert not any(thread.is_alive() for thread in crew._threads)
+
+
 def test_lanes_keep_no_tensor_between_steps() -> None:
     engine = stream(2, lambda x, time: x + time, lambda x: x * 1, lambda x: x * 1)
     given = torch.zeros(1)
