@@ -32,12 +32,13 @@ from .lower.lower import Lowered, lower
 from .mesh import Placement
 from .plan.balance import balanced
 from .plan.checked import Checked, Registers
+from .plan.choose import best_of
 from .plan.devices import default_limit, machine_for
 from .plan.parts import Parts
 from .plan.plan import Plan, fingerprint
-from .plan.planner import AUTO, best_of, plan_step
+from .plan.planner import AUTO, plan_step
 from .plan.predict import predict
-from .runtime.actors import Done, Engine
+from .runtime.actors import Engine
 from .runtime.finding import Origin
 from .runtime.firing import Homes
 from .runtime.lanes import Ticket
@@ -54,7 +55,6 @@ __all__ = [
     "Captured",
     "CommStats",
     "Compiled",
-    "Done",
     "Homes",
     "Host",
     "Input",

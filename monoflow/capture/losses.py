@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 #: What hands on the value that it is given.
 _COPIES = frozenset({torch.Tensor.detach, torch.detach, torch.Tensor.clone, torch.clone, torch.Tensor.float})
+
+#: What begins a backward pass at its first argument.
+_BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
 
 class Losses(TorchFunctionMode):
@@ -25,8 +29,9 @@ class Losses(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.Tensor.backward:
-            self._note(args[0])
+        if func in _BACKWARD:
+            for one in pytree.tree_leaves(args[0]):
+                self._note(one)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and not result.dim():
             scalars = [one for one in args if isinstance(one, torch.Tensor) and not one.dim()]

@@ -233,7 +233,7 @@ def _built(data: Mapping[str, Any], constants: Mapping[str, torch.Tensor]) -> St
                 meta_of(node.meta["val"]),
                 one["replaces"],
                 one["observed"],
-                one.get("checked", False),
+                one["checked"],
             )
             for one, node in zip(data["outputs"], results, strict=True)
         ),

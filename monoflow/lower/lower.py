@@ -13,7 +13,7 @@ from ..plan.parts import Parts
 from ..plan.plan import Plan
 from ..plan.rounds import Kind, Unit
 from ..plan.schedule import Box, LaidOut, Op, Schedule, schedule
-from ..plan.slots import kept
+from ..plan.slots import slots_of
 from ..runtime.program import Port, Program, Rate, Register, Task, gated, verify
 from ..sbp.layout import local_shape
 from ..sbp.registry import OpRule
@@ -58,13 +58,9 @@ def lower(
             own = parts.of(coordinate)
             segments = _segments(own, plan.is_pulled)
             given = donations(plan, own, [segment.items for segment in segments])
-            cuts[key] = own, segments, given, _slots(own, coordinate)
+            cuts[key] = own, segments, given, slots_of(own, coordinate)
         programs[rank] = _RankLowering(plan, *cuts[key], rules, rank, device).program()
     return Lowered(plan, programs, made)
-
-
-def _slots(own: Schedule, coordinate: Sequence[int]) -> dict[LaidOut, int]:
-    return {} if own.rounds is None else kept(own, coordinate[own.rounds.axis])
 
 
 @dataclass
@@ -169,7 +165,7 @@ class _RankLowering:
         for value in self.made.inputs:
             self._register(value)
         tasks = [
-            replace(self._task(position, segment), **self._when(position, segment))
+            self._timed(self._task(position, segment), segment)
             for position, segment in enumerate(self.segments)
         ]
         in_place = {
@@ -225,27 +221,27 @@ class _RankLowering:
             after=tuple(range(position)), rate=Rate.MICRO, pulls=True,
         )  # fmt: skip
 
-    def _when(self, position: int, segment: _Segment) -> dict[str, tuple[int, ...]]:
-        """When a task's turn comes in a pipeline, and whom it lets go first.
-
-        That backward may be a little late for gradients of weights that could have waited makes all stages
-        before it late; with several stages a rank there is other work in between.
-        """
+    def _timed(self, task: Task, segment: _Segment) -> Task:
+        """A task with its turn in a pipeline, and whom it lets go first."""
         rounds, unit = self.made.rounds, segment.unit
         if rounds is None:
-            return {}
+            return task
         if unit is None:
-            is_after = any(one.is_walked for one in self.segments[:position])
-            return {"turns": (rounds.end,)} if is_after else {}
+            is_after = any(one.is_walked for one in self.segments[: task.index])
+            return replace(task, turns=(rounds.end,)) if is_after else task
         if unit not in self.turns:
             self.turns[unit] = rounds.turns(unit)
-        if segment.collective is None and unit.kind is Kind.BACKWARD:
-            self.backward[unit.stage] = position
-        found: dict[str, tuple[int, ...]] = {"turns": self.turns[unit]}
-        delay = rounds.delay(rounds.rank_of(unit)) if rounds.chunks == 1 else 0
-        if delay and unit.kind is Kind.WEIGHTS and segment.collective is None and unit.stage in self.backward:
-            found["behind"] = (self.backward[unit.stage], delay)
-        return found
+        task = replace(task, turns=self.turns[unit])
+        if task.move is not None:
+            return task
+        if unit.kind is Kind.BACKWARD:
+            self.backward[unit.stage] = task.index
+        delay = rounds.lets_first(unit)
+        return (
+            replace(task, behind=(self.backward[unit.stage], delay))
+            if delay and unit.stage in self.backward
+            else task
+        )
 
     def _task(self, position: int, segment: _Segment) -> Task:
         if not segment.items:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..errors import LayoutError, PlanError
-from ..graph.step_graph import Phase, Role, StepGraph, is_getitem
+from ..graph.step_graph import Role, StepGraph, is_getitem
 from ..log import stage_logger
 from ..mesh import Placement
 from ..sbp.layout import At, B
@@ -36,9 +36,10 @@ from .pipelines import (
 )
 from .plan import Plan, Search
 from .predict import Prediction, predict
-from .search import gap_of, search
+from .search import FASTEST, gap_of, search
 from .stages import repeated_layers
 from .template import TEMPLATES, Pins
+from .time import WALKED
 
 log = stage_logger("plan")
 
@@ -79,7 +80,12 @@ class Wanted:
     @cached_property
     def margin(self) -> float:
         """How much faster a pipeline or a batch in parts must be."""
-        return _MARGIN_CPU if self.placement.device_type == "cpu" else _MARGIN
+        return _margin(self.placement)
+
+    @cached_property
+    def work(self) -> Work:
+        """What a pipeline shares out."""
+        return Work.of(self.graph, self.machine.device)
 
     @cached_property
     def num_ops(self) -> int:
@@ -177,9 +183,14 @@ def best_of(plans: Sequence[Plan]) -> Plan:
             best[kind] = one
     if len(best) == 1:
         return next(iter(best.values()))
-    margin = _MARGIN_CPU if plans[0].placement.device_type == "cpu" else _MARGIN
+    margin = _margin(plans[0].placement)
     faster = _predicted(best[True]).seconds < _predicted(best[False]).seconds * (1 - margin)
     return best[faster]
+
+
+def _margin(placement: Placement) -> float:
+    """How much faster a pipeline or a batch in parts must be."""
+    return _MARGIN_CPU if placement.device_type == "cpu" else _MARGIN
 
 
 # --- without stages ------------------------------------------------------------------------------------
@@ -204,7 +215,7 @@ def _spread(found: _Found) -> list[Plan]:
         if found.best is not None:
             assert found.best.search is not None
             found.tried |= found.best.search.tried
-            free = found.tried.get("fastest", (0.0, 0))
+            free = found.tried[FASTEST]
             if num == 1 or not wanted.is_free or _predicted(found.best).seconds <= free[0]:
                 return [found.best, *others]
         elif num == 1 and wanted.placement.size == 1:
@@ -266,20 +277,19 @@ def _pipelines(found: _Found, sources: Sequence[Plan]) -> None:
     """
     wanted = found.wanted
     counts = list(stage_counts(wanted.graph, wanted.placement, wanted.refine))
-    if not counts or any(layout[0] != B for layout in wanted.pins.values()):
+    if not counts or wanted.pins:  # what is pinned, or stored, stays whole where its axis would be stages
         return
-    work = Work.of(wanted.graph, wanted.machine.device)
     small = wanted.is_small
     known: dict[str, Plan | None] = {plan.name: plan for plan in sources}
     ranked: list[tuple[float, str, int]] = []
     for size in counts:
         for plan in sources:
             num = wanted.micro_batches or most_micro_batches(plan, size)
-            least = work.at_least(wanted.placement.size, size, num)
+            least = wanted.work.at_least(wanted.placement.size, size, num)
             ranked.append((least if small else max(least, _estimate(plan, size, num)), plan.name, size))
         if small:
             most = wanted.micro_batches or most_of_batch(wanted.graph, size)
-            least = work.at_least(wanted.placement.size, size, most)
+            least = wanted.work.at_least(wanted.placement.size, size, most)
             names = product_names(wanted.placement, size)
             ranked += [(least, name, size) for name in names if name not in known]
     is_begun = False  # one pipeline is looked at whatever the budget
@@ -358,9 +368,8 @@ def _estimate(plan: Plan, size: int, num: int) -> float:
     total, outer = 0.0, plan.placement.axes[0]
     layers = repeated_layers(plan.graph)
     most = math.ceil(layers / size) * size / layers
-    walked = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
     for phase, kinds in _predicted(plan).seconds_by.items():
-        bubble = (1 + WAITED_FOR * (size - 1) + most * (num - 1)) / num if phase in walked else 1.0
+        bubble = (1 + WAITED_FOR * (size - 1) + most * (num - 1)) / num if phase in WALKED else 1.0
         for kind, seconds in kinds.items():
             shared = seconds / size * (size < plan.placement.shape[0])
             total += shared if kind == outer else seconds * bubble
@@ -411,7 +420,7 @@ def _concluded(found: _Found, sources: Sequence[Plan]) -> Plan:
     predicted = _predicted(best)
     bounds = [one.search.bound for one in (best, *sources) if one.search is not None][:1]
     if best.has_stages:  # what a search proves is of plans without stages
-        bounds = [Work.of(wanted.graph, wanted.machine.device).at_least(wanted.placement.size, 1, 1)]
+        bounds = [wanted.work.at_least(wanted.placement.size, 1, 1)]
     bound = min([*bounds, predicted.seconds + predicted.hidden])
     gap = gap_of(predicted, bound)
     name = best.name if best.has_stages or not best.has_time else "auto"

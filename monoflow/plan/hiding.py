@@ -114,9 +114,12 @@ def run(tasks: Sequence[Task]) -> list[Span]:
 
 
 def _lane(item: Op | Box) -> int:
-    """What goes between two stages is waited for, as `together` has it."""
-    is_collective = isinstance(item, Box) and not item.is_local and item.move.kind != "send"
-    return item.move.axis if is_collective else COMPUTE  # type: ignore[union-attr]
+    """Where an item runs. What goes between two stages is waited for, as `together` has it; a sum over
+    micro-batches is compute.
+    """
+    if not isinstance(item, Box) or item.is_local or item.folds or item.move.kind == "send":
+        return COMPUTE
+    return item.move.axis
 
 
 def _together(first: Op | Box, item: Op | Box) -> bool:

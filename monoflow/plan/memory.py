@@ -25,7 +25,7 @@ from .facts import Facts, facts_of
 from .order import IN_PLACE
 from .plan import Plan
 from .schedule import Box, LaidOut, Op, Schedule
-from .slots import kept
+from .slots import slots_of
 from .strides import Strides
 from .workspace import Metas, bundle_workspace, move_workspace, op_workspace, received_workspace
 
@@ -309,9 +309,8 @@ class Walk:
 
     def _waiting(self) -> int:
         """Bytes of the other micro-batches that wait at a stage for their backward."""
-        axis = self.made.rounds.axis if self.made.rounds is not None else 0
         slots: dict[int, int] = {}
-        for value, count in kept(self.made, self.shapes.coordinate[axis]).items():
+        for value, count in slots_of(self.made, self.shapes.coordinate).items():
             storage = self.storage_of[value]
             slots[storage] = max(slots.get(storage, 1), count)
         born = {storage for made in self.begins for storage in made}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
-from ..graph.step_graph import Phase, StepGraph, info_of, is_getitem, metas_of, tensor_args
+from ..graph.step_graph import StepGraph, info_of, is_getitem, metas_of, tensor_args
 from ..mesh import Placement
 from ..sbp.registry import OpRule
 from .axis import AxisPlan
@@ -26,7 +26,7 @@ from .predict import predict
 from .rows import rows_of_rank
 from .stages import StagePins, plan_stages, repeated_layers
 from .template import PIPELINE, TEMPLATES, batch_size
-from .time import micro_batched
+from .time import WALKED, micro_batched
 from .verify import verify_plan
 
 #: The name of an axis of stages that a grid is given.
@@ -50,7 +50,7 @@ class Work:
         for node in graph.calls():
             if not is_getitem(node):
                 metas = [meta for source in tensor_args(node) for meta in metas_of(source)[:1]]
-                walked = info_of(node).phase in (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
+                walked = info_of(node).phase in WALKED
                 target: Callable = node.target  # pyright: ignore[reportAssignmentType]
                 spent[walked] += op_seconds(target, metas, metas_of(node), device, node.args)
         return Work(spent[True], spent[False])

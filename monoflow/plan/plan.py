@@ -206,7 +206,7 @@ class Plan:
         """The plan for people: storage of inputs, then one line a node."""
         walked = f", {self.micro_batches} micro-batches" if self.has_time else ""
         walked += " a rank, pulled by whichever is free" * self.is_pulled
-        walked += ", gradients of weights where a stage would idle" * self.zero_bubble
+        walked += ", gradients of weights where a stage would idle" * (self.zero_bubble and self.has_time)
         lines = [f"Plan {self.name} of {self.graph.name} on {self.placement}{walked}"]
         for one in self.graph.inputs:
             lines.append(f"  {one.role} {one.name} {one.meta}: {text(self.inputs[one.name])}")

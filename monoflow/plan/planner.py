@@ -18,7 +18,7 @@ from .axis import AxisPlan, AxisProblem
 from .batches import walked
 from .budget import Budget
 from .calls import bytes_around
-from .choose import Wanted, best_of, choose
+from .choose import Wanted, choose
 from .cost import REFERENCE, DeviceCost, Machine
 from .plan import Plan, fingerprint
 from .predict import predict
@@ -28,8 +28,6 @@ from .template import PIPELINE, TEMPLATES, Pins, Template, apply_pins, parse
 from .verify import verify_plan
 
 log = stage_logger("plan")
-
-__all__ = ["AUTO", "best_of", "plan_step"]
 
 AUTO = "auto"
 
@@ -61,7 +59,7 @@ def plan_step(
         stages: per pattern of module names, the stage of a pipeline that they lie at.
         micro_batches: in how many the batch is walked; None to choose, 1 for a template.
         refine: whether "auto" may make a part of the outermost axis an axis of its own, of a pipeline's
-            stages. Without it, or with pins, all of that axis may become one.
+            stages. Without it only all of that axis may become one; with pins nothing does.
         num_stages: of a pipeline; one a rank of its axis when left out.
         zero_bubble: whether a stage computes the gradients of weights when nobody waits for it.
         seconds: what "auto" may take beside the search, see `budget`.
@@ -91,7 +89,7 @@ def plan_step(
         rules,
         limit,
         micro_batches,
-        refine and not pins,
+        refine,
         by_template,
         Budget.of(seconds),
     )
@@ -104,9 +102,10 @@ def _refuse_stages(name: str, stages: StagePins, num: int | None, zero_bubble: b
     asked += [f"stages={num} is asked for"] if num is not None else []
     asked += ['schedule="zero-bubble" is asked for'] if zero_bubble else []
     if asked:
+        lack = "chooses its own" if name == AUTO else "has none"
         raise PlanError(
-            f"{' and '.join(asked)}, but plan={name!r} has none; choose plan='pipeline', or a product such "
-            "as 'pipeline x data'"
+            f"{' and '.join(asked)}, but plan={name!r} {lack}; choose plan='pipeline', or a product such as "
+            "'pipeline x data'"
         )
 
 

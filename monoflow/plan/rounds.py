@@ -100,6 +100,14 @@ class Rounds:
         """For how many backward units the gradients of weights wait."""
         return rank if self.zero_bubble else 0
 
+    def lets_first(self, unit: Unit) -> int:
+        """How many backward units gradients of weights let go first: those that they wait for.
+
+        That backward may be a little late for gradients of weights that could have waited makes all stages
+        before it late; with several stages a rank there is other work in between.
+        """
+        return self.delay(self.rank_of(unit)) if unit.kind is Kind.WEIGHTS and self.chunks == 1 else 0
+
     def _index(self, unit: Unit, time: int) -> int:
         """The number of a unit among all of its kind."""
         chunk = unit.stage // self.ranks

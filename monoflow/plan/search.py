@@ -40,6 +40,8 @@ from .verify import verify_plan
 
 log = stage_logger("plan")
 
+#: What the plan is called that is the fastest without a limit.
+FASTEST = "fastest"
 _ROUNDS = 8  # of pricing, and of fitting one plan into a limit
 _MOMENTS = 12  # that a limit is held at, a round
 _NEARLY = 0.02  # what one form of the graph costs more by its tables may be less by its schedule
@@ -144,12 +146,12 @@ class Space:
         solved = self.fastest
         bound = solved.bound
         fits = False
-        for one in self.unlimited("fastest"):
+        for one in self.unlimited(FASTEST):
             yield one, bound
             fits = fits or one.predicted.peak_bytes <= limit
         if fits:
             return
-        plain = self.candidate(self.problem.choice(solved.choices), "fastest, frugal", is_frugal=True)
+        plain = self.candidate(self.problem.choice(solved.choices), f"{FASTEST}, frugal", is_frugal=True)
         yield plain, bound
         if plain.predicted.peak_bytes <= limit:
             return
@@ -310,8 +312,8 @@ def _searched(spaces: Sequence[Space], limit: int, others: Sequence[Plan]) -> tu
     assert smallest is not None
     if best is None:
         return None, smallest
-    if best.plan.is_frugal:
-        consider(_at_pace(best.plan, best.name.removesuffix(", frugal"), is_frugal=False))
+    if best.plan.is_frugal and not best.name.endswith(", frugal"):
+        consider(_at_pace(best.plan, f"{best.name}, with room", is_frugal=False))
     bound = min(bounds)
     gap = gap_of(best.predicted, bound)
     made = replace(best.plan, search=Search(bound, gap, tried, limit), predicted=best.predicted)

@@ -9,6 +9,8 @@ else. All other tensors are read before the next micro-batch makes them again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .items import Box, LaidOut, Schedule
 from .rounds import Kind, Rounds, Unit
 
@@ -21,8 +23,7 @@ def kept(own: Schedule, rank: int) -> dict[LaidOut, int]:
         rank: its place along the axis of stages.
     """
     rounds = own.rounds
-    if rounds is None:
-        return {}
+    assert rounds is not None, "a rank without stages keeps one micro-batch"
     made: dict[LaidOut, Unit] = {}
     received: dict[LaidOut, None] = {}
     slots: dict[LaidOut, int] = {}
@@ -45,6 +46,11 @@ def kept(own: Schedule, rank: int) -> dict[LaidOut, int]:
             made |= dict.fromkeys(item.outputs, item.unit)
     slots |= {value: min(slots.get(value, 1) + 1, rounds.micro_batches) for value in received}
     return {value: count for value, count in slots.items() if count > 1}
+
+
+def slots_of(own: Schedule, coordinate: Sequence[int]) -> dict[LaidOut, int]:
+    """The slots of a rank by its place in the placement; without stages none has more than one."""
+    return {} if own.rounds is None else kept(own, coordinate[own.rounds.axis])
 
 
 def _arrives_with(unit: Unit, rounds: Rounds, rank: int) -> Unit:

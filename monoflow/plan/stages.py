@@ -73,8 +73,7 @@ def plan_stages(
         num: how many stages, as often as many as ranks; one a rank when left out.
 
     Raises:
-        PlanError: the forward pass has fewer ops than there are stages, the ranks cannot have equally many,
-        or
+        PlanError: forward has fewer ops than there are stages, ranks cannot have equally many, or
             the pins cannot be met.
     """
     num = num or size

@@ -34,7 +34,8 @@ from .template import batch_size
 from .verify import verify_plan
 from .when import arriving
 
-_WALKED = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
+#: The phases of a step that micro-batches go through.
+WALKED = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD)
 #: What a step keeps between calls: what depends on it is no matter of the batch alone.
 _LEARNT = (Role.PARAM, Role.STATE, Role.GRAD)
 
@@ -350,12 +351,7 @@ class _Walk:
                 for index in range(len(call.outputs))
                 for user in users.get((node, index), ())
             )
-            if (
-                read_late
-                and node not in self.late
-                and own.phase in _WALKED
-                and self._is_of_one_sum(own, call)
-            ):
+            if read_late and node not in self.late and own.phase in WALKED and self._is_of_one_sum(own, call):
                 self.late[node] = node
                 self._choose(node, replicated(call))
             for value in own.sources:
@@ -383,7 +379,7 @@ class _Walk:
             own, call = self.facts[node], self.calls[node]
             wanted = [wants.get((node, index), set()) for index in range(len(call.outputs))]
             whole = all(one == B for one in self.chosen[node].outputs) and node not in self.late
-            if whole and own.phase in _WALKED and any(wanted) and all(len(one) < 2 for one in wanted):
+            if whole and own.phase in WALKED and any(wanted) and all(len(one) < 2 for one in wanted):
                 self._sink_one(node, own, call, [next(iter(one), None) for one in wanted])
             for index, one in enumerate(wanted):
                 partial = next((sbp for sbp in one if isinstance(sbp, Partial)), None)

@@ -112,8 +112,8 @@ class _Network:
                 made_by |= dict.fromkeys(item.outputs, task)
             if task.order < 0 and unit.kind is Kind.BACKWARD:
                 backward[unit.stage] = task
-            delay = rounds.delay(rounds.rank_of(unit)) if rounds.chunks == 1 else 0
-            if task.order < 0 and unit.kind is Kind.WEIGHTS and delay and unit.stage in backward:
+            delay = rounds.lets_first(unit)
+            if task.order < 0 and delay and unit.stage in backward:
                 backward[unit.stage].gives_late.append((_edge(task, 0), delay))
         for (maker, reader), count in links.items():
             maker.gives.append(_edge(reader, 0))

@@ -39,13 +39,6 @@ class Done:
     def __init__(self, results: Results) -> None:
         self._results = results
 
-    went_well = True
-    kept: object = None
-
-    def keep(self, value: object) -> None:
-        """Keeps something until it is taken."""
-        self.kept = value
-
     def result(self) -> Results:
         """Tensors of the output ports of every hosted rank."""
         return self._results

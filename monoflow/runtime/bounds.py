@@ -54,7 +54,9 @@ class Bounds:
         program, changes = self.program, [0] * (self.end + 2)
         written = {register: task.index for task in program.tasks for register in task.outputs}
         kept = {port.register for port in program.outputs}
-        explains = bool(program.gates)  # a step that changes nothing may be done again, to see why
+        explains = bool(
+            program.gates
+        )  # a step that changes nothing may be done again, to see why, by some policies
         for register, size in enumerate(self.sizes):
             first = written.get(register, -1)
             last = (

@@ -128,7 +128,8 @@ class Registers:
         tensor = self.cells[self.network.cells[register].base]
         if tensor is None and self.network.gated:  # what would have made it was held back
             own = self.network.programs[rank].registers[register - self.network.bases[rank]]
-            fill = float("nan") if own.dtype.is_floating_point else 0
+            is_inexact = own.dtype.is_floating_point or own.dtype.is_complex
+            fill = float("nan") if is_inexact else 0
             return torch.full((), fill, dtype=own.dtype, device=self.network.placement.device_type).expand(
                 own.shape
             )

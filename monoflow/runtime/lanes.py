@@ -18,6 +18,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from .following import Following, Progress
 from .network import Actor, Marking, Network
 from .ready import Ready
 
+T = TypeVar("T")
 Results = dict[int, list[torch.Tensor]]
 
 #: How the report of a step in which nothing happens begins.
@@ -223,7 +225,7 @@ class Crew:
     def _rest(self) -> None:
         """Lets time go by, with the lock, and sees to it that it is worth while."""
         if not self._over.wait(_LOOK):
-            self._look()
+            self._without_lock(self._look)
 
     def stop(self) -> None:
         """Ends the threads that do not work on something."""
@@ -248,7 +250,7 @@ class Crew:
             )
             self._threads.append(thread)
             thread.start()
-        atexit.register(_dismiss, weakref.ref(self))
+        _CREWS.add(self)
 
     @torch.no_grad()
     def _work(self, lane: _Lane) -> None:
@@ -269,18 +271,16 @@ class Crew:
         if flight.broken is not None:
             return
         moment = flight.marking.begin(actor)
-        inputs = self.firing.read(flight.registers, actor, moment)
-        self._lock.release()
         try:
-            results = self.firing.work(actor, flight.number, moment, inputs)
+            inputs = self.firing.read(flight.registers, actor, moment)
+            results = self._without_lock(lambda: self.firing.work(actor, flight.number, moment, inputs))
+            if flight.is_over:  # it failed elsewhere
+                return
+            ready = self.firing.end(flight.registers, flight.marking, actor, moment, results)
         except BaseException as error:
-            self._fail(flight, actor, error)  # not under the lock: it may wait for other ranks
-            self._lock.acquire()
+            broken = error
+            self._without_lock(lambda: self._fail(flight, actor, broken))  # it may wait for other ranks
             return
-        self._lock.acquire()
-        if flight.is_over:  # it failed elsewhere
-            return
-        ready = self.firing.end(flight.registers, flight.marking, actor, moment, results)
         self._last = time.monotonic()
         del results
         self._enter(flight, ready, lane)
@@ -313,20 +313,24 @@ class Crew:
         flight = self._flights[0]
         flight.is_ending = True
         if (homes := flight.homes) is not None:
-            self._without_lock(lambda: flight.registers.settle(homes, flight.marking.is_held_back))
-        if flight.is_over:  # another rank failed meanwhile
+            try:
+                self._without_lock(lambda: flight.registers.settle(homes, flight.marking.is_held_back))
+            except BaseException as error:
+                broken = error
+                self._without_lock(lambda: self._fail(flight, self.network.actors[-1], broken))
+        if flight.is_over:  # it failed, here or elsewhere
             return
         self._open(flight.progress.end())
         self._end(flight)
-        if self._flights and (broken := self._flights[0].broken) is not None:
+        if self._flights and (failed := self._flights[0].broken) is not None:
             following = self._flights[0]
-            self._without_lock(lambda: self._fail(following, *broken))
+            self._without_lock(lambda: self._fail(following, *failed))
         self._check_over()
 
-    def _without_lock(self, call: Callable[[], None]) -> None:
+    def _without_lock(self, call: Callable[[], T]) -> T:
         self._lock.release()
         try:
-            call()
+            return call()
         finally:
             self._lock.acquire()
 
@@ -381,30 +385,43 @@ class Crew:
             self._end(flight)
 
     def _look(self) -> None:
-        """Whether others have failed, or nothing has happened for too long."""
-        if self.board is not None and (said := self.board.heard()) is not None:
-            self._give_up(RunError(said))
-            return
+        """Whether others have failed, or nothing has happened for too long. Asks them without the lock."""
+        text = self.board.heard() if self.board is not None else None
+        if text is None:
+            with self._lock:
+                text = self._hang()
+            if text is None:
+                return
+            sys.stderr.write(text + "\n")
+            if self.board is not None:
+                self.board.tell(text)
+        with self._lock:
+            if self._flights:
+                self._give_up(RunError(text))
+
+    def _hang(self) -> str | None:
+        """Who waits for whom, if nothing has happened for too long."""
         quiet = time.monotonic() - self._last
-        if self.patience <= 0 or quiet < self.patience:
-            return
+        if self.patience <= 0 or quiet < self.patience or not self._flights:
+            return None
         actors = self.network.actors
         if any(actors[number].task.move is None for one in self._flights for number in one.marking.running):
-            return  # something is being computed
+            return None  # something is being computed
         waiting = [line for one in self._flights for line in one.marking.wait_for_graph()]
         lines = [self._placed(actor, text) for actor, text in waiting]
-        text = f"{HANG} for {quiet:.0f} s; this is who waits for whom:\n" + "\n".join(lines)
-        sys.stderr.write(text + "\n")
-        if self.board is not None:
-            self.board.tell(text)
-        self._give_up(RunError(text))
+        return f"{HANG} for {quiet:.0f} s; this is who waits for whom:\n" + "\n".join(lines)
 
     def _placed(self, actor: Actor, text: str) -> str:
         origin = self.firing.origin(actor)
         return f"{text}  [{origin}]" if origin else text
 
 
-def _dismiss(crew: weakref.ref[Crew]) -> None:
+#: Those that have threads.
+_CREWS: weakref.WeakSet[Crew] = weakref.WeakSet()
+
+
+@atexit.register  # at import, so that it is called after the process group is left, which waits for steps
+def _dismiss() -> None:
     """Before the interpreter ends, which would end a thread in the middle of torch, and abort."""
-    if (living := crew()) is not None:
-        living.dismiss()
+    for crew in list(_CREWS):
+        crew.dismiss()

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from ..mesh import Placement
@@ -288,10 +289,13 @@ class Network:
         back = self._edge(Waits.SLOT, reader.number, writer, number, tokens=self.cells[number].modulus)
         reader.gives.append((back, 1))
 
-    def turns(self) -> Iterator[tuple[Channel, Iterator[Actor]]]:
-        """Of every channel whose moves have turns, who is next, from the start of a step."""
-        for channel, actors in self.channels.items():
-            yield channel, turns(actors, self.micro_batches, not self.one_order)
+    @cached_property
+    def turns(self) -> Mapping[Channel, tuple[Actor, ...]]:
+        """Of every channel whose moves have turns, who goes one after the other in a step."""
+        return {
+            channel: tuple(turns(actors, self.micro_batches, not self.one_order))
+            for channel, actors in self.channels.items()
+        }
 
 
 class Marking:
@@ -311,7 +315,7 @@ class Marking:
         self.running: set[int] = set()
         self.closed: dict[int, int] = {}
         self.is_held_back = False
-        self._turns = dict(network.turns())
+        self._turns = {channel: iter(order) for channel, order in network.turns.items()}
         self.turn: dict[Channel, Actor | None] = {}
         self._given: list[Actor] = []
         for channel in self._turns:

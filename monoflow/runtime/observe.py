@@ -156,7 +156,8 @@ class Observer:
 
     def _wait(self, wait: Wait) -> None:
         """The script waited for something."""
-        self._waited += wait.end - wait.start
+        with self._lock:
+            self._waited += wait.end - wait.start
         if self._traces:
             who = SCRIPT, self._rank, SCRIPT, wait.kind, wait.name
             self._ring.add(who, wait.number, 0, wait.start, wait.end, 0)
@@ -187,9 +188,9 @@ class Observer:
         with self._lock:
             self._watched = [one for one in self._watched if one.engine() is not None]
             programs = [_seen(one, engine) for one in self._watched if (engine := one.engine()) is not None]
+            waited, self._waited = self._waited, 0
         memory, of = _memory()
-        now, waited = time.perf_counter_ns(), self._waited
-        self._waited -= waited
+        now = time.perf_counter_ns()
         since, self._published = now - self._published, now
         snapshot = {
             **self._about,

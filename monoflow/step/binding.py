@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..compiler import Compiled, Done, Homes, Input, Output, Role, Slot, Subject, Ticket, World, share_key
+from ..compiler import Compiled, Homes, Input, Output, Role, Slot, Subject, Ticket, World, share_key
 from ..sbp.layout import NdSbp
 from ..sbp.random_mode import draw_key
 from .pending import Flight, caller, is_waiting, on_its_way, part_of, take_off, untouched
@@ -83,7 +83,7 @@ class Binding:
             one.name for one in read if one.role in (Role.BATCH, Role.RANDOM, Role.HYPER, Role.CONSTANT)
         }
         self._flight: Flight | None = None  # the last step that runs beside its caller, if it can be followed
-        self._ticket: Ticket | Done | None = None
+        self._ticket: Ticket | None = None
         self._memory: frozenset[int] = frozenset()  # of the state that it leaves
         written = {target.output.replaces for target in self._targets}
         self._stepped: list[Any] = [
@@ -239,6 +239,7 @@ class Binding:
             if before is not None:
                 before.land()  # raises what that failed of
             raise
+        assert isinstance(ticket, Ticket), "a step without lanes is over when it has started"
         ticket.keep(self.kept(inputs))
         del inputs
         promised = {
@@ -252,6 +253,8 @@ class Binding:
                 own, _, bad = self._taken(ticket.result(), is_settled=homes is not None)
                 for name, promise in promised.items():
                     part_of(promise).set_(part_of(own[name]))  # pyright: ignore[reportArgumentType]
+                if self._ticket is ticket:  # it holds what the step gave out
+                    self._flight = self._ticket = None
                 if bad:
                     self.refusals.met(self, bad, cast("Kept | None", ticket.kept))
 

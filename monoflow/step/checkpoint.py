@@ -121,8 +121,9 @@ def checkpointer(
     memory = folder_of(settings.snapshots, str(path)) if settings.snapshots else None
     if settings.num_hosts > 1:  # a host that is lost would take its part along
         memory = None
+    folders = [memory, str(path)] if memory else [str(path)]
     if resume:
-        _resume(step, [memory, str(path)] if memory else [str(path)], stream, extra)
+        _resume(step, folders, stream, extra)
     series = Checkpointer(
         path,
         lambda: contents_of(step, stream, extra),
@@ -137,7 +138,7 @@ def checkpointer(
 
     def roll_back() -> bool:
         series.wait()
-        return _resume(step, [memory, str(path)] if memory else [str(path)], None, _objects(extra))
+        return _resume(step, folders, None, extra)
 
     step.refusals.roll_back = roll_back
     return series

@@ -34,7 +34,7 @@ from ..compiler import (
     subject_of,
     trace,
 )
-from ..errors import CaptureError, FlowError, LayoutError, PlacementError, PlanError
+from ..errors import CaptureError, FlowError, LayoutError, NonFiniteError, PlacementError, PlanError
 from ..mesh import Placement
 from ..mesh import placement as make_placement
 from ..sbp.layout import Broadcast, Partial, Sbp, Split
@@ -103,11 +103,12 @@ def graph(
         compile: "background" runs the first steps op by op, compiles the program beside them and goes on with
             that when it is ready; "ahead" compiles before the first step; "off" (the default) never does. The
             numbers are the same within rounding.
-        on_nan: what becomes of a step whose loss, or gradients, are NaN or Inf; it changes no state in any
-            case. "raise" (the default) names the op that made the first one; "skip" goes on with the next
-            batch (`num_skipped` counts); "rollback" loads the last snapshot of the step's
-            `flow.checkpointer` before it does. Under "raise", gradients are looked at where the step takes a
-            norm of them anyway, to clip them; else only through the next loss.
+        on_nan: what becomes of a step whose loss (a result that a backward pass began at, or a part or a copy
+            of it) or gradients are NaN or Inf; it changes no state in any case. "raise" (the default) names
+            the op that made the first one; "skip" goes on with the next batch (`num_skipped` counts);
+            "rollback" loads the last snapshot of the step's `flow.checkpointer` before it does. Under
+            "raise", gradients are looked at where the step takes a norm of them anyway, to clip them; else
+            only through the next loss.
 
     Returns:
         A decorator. The step is called as the function was, with the global batch.
@@ -173,7 +174,11 @@ class Step:
             if compiled is not before:
                 synchronize()
             self._last = compiled
-            result = self._begun(compiled, args, kwargs)
+            try:
+                result = self._begun(compiled, args, kwargs)
+            except NonFiniteError:
+                self.num_steps += 1  # as on lanes, where it is refused after it was counted
+                raise
             self.num_steps += 1
             return result
 
@@ -184,6 +189,7 @@ class Step:
         is gathered for the call and cut again afterwards.
         """
         synchronize()
+        self.refusals.settle()
         self._fill_whole()
         self.begin_loaded_state()
         key = share_key(draw_key(), self._world(), torch.device("cpu"))

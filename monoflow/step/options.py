@@ -82,19 +82,17 @@ def checked(
         raise PlacementError(
             f'placement={placement!r} is not a placement; write flow.placement("cpu", {placement!r})'
         )
-    if batch_stats not in ("global", "local"):
-        raise FlowError(f'batch_stats={batch_stats!r} is neither "global" nor "local"')
     if on_nan not in ON_NAN:
         raise FlowError(f"on_nan={on_nan!r} is none of {', '.join(ON_NAN)}")
     return Options(
         placement,
         plan,
         _checked_memory(memory, plan),
-        str(batch_stats),
+        _either("batch_stats", batch_stats, ("global", "local"), FlowError),
         _checked_micro_batches(micro_batches, plan),
         _checked_balance(balance, plan),
         _checked_stages(stages, plan),
-        _checked_schedule(schedule, plan) == "zero-bubble",
+        _is_zero_bubble(schedule, plan),
         check_mode(compile),
         str(on_nan),
     )
@@ -119,37 +117,49 @@ def _checked_micro_batches(num: object, plan: str | Path | None) -> int | None:
     """`micro_batches=` as a number, None for "auto". Raises PlanError."""
     if num == "auto":
         return None
-    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-        raise PlanError(f'micro_batches={num!r} is no number of micro-batches; give 1, 2, ... or "auto"')
-    if isinstance(plan, Path):
-        raise PlanError(f"micro_batches={num}: the plan in {plan} says in how many; leave out one of them")
-    return num
+    number = _count(num, f'micro_batches={num!r} is no number of micro-batches; give 1, 2, ... or "auto"')
+    _leave_to_saved(plan, f"micro_batches={num}", "in how many")
+    return number
 
 
 def _checked_balance(balance: object, plan: str | Path | None) -> str:
     """`balance=`. Raises PlanError."""
-    if balance not in ("static", "dynamic"):
-        raise PlanError(f'balance={balance!r} is neither "static" nor "dynamic"')
-    if balance == "dynamic" and isinstance(plan, Path):
-        raise PlanError(f"balance={balance!r}: the plan in {plan} says whether; leave out one of them")
-    return str(balance)
+    chosen = _either("balance", balance, ("static", "dynamic"), PlanError)
+    if chosen == "dynamic":
+        _leave_to_saved(plan, f"balance={balance!r}", "whether")
+    return chosen
 
 
 def _checked_stages(num: object, plan: str | Path | None) -> int | None:
     """`stages=`. Raises PlanError."""
     if num is None:
         return None
+    number = _count(num, f"stages={num!r} is no number of a pipeline's stages; give one or several a rank")
+    _leave_to_saved(plan, f"stages={num}", "how many")
+    return number
+
+
+def _is_zero_bubble(schedule: object, plan: str | Path | None) -> bool:
+    """Whether `schedule=` is "zero-bubble". Raises PlanError."""
+    chosen = _either("schedule", schedule, ("1f1b", "zero-bubble"), PlanError)
+    if chosen == "zero-bubble":
+        _leave_to_saved(plan, f"schedule={schedule!r}", "which")
+    return chosen == "zero-bubble"
+
+
+def _either(name: str, value: object, two: tuple[str, str], error: type[FlowError]) -> str:
+    if value not in two:
+        raise error(f'{name}={value!r} is neither "{two[0]}" nor "{two[1]}"')
+    return str(value)
+
+
+def _count(num: object, refusal: str) -> int:
     if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-        raise PlanError(f"stages={num!r} is no number of a pipeline's stages; give one or several a rank")
-    if isinstance(plan, Path):
-        raise PlanError(f"stages={num}: the plan in {plan} says how many; leave out one of them")
+        raise PlanError(refusal)
     return num
 
 
-def _checked_schedule(schedule: object, plan: str | Path | None) -> str:
-    """`schedule=`. Raises PlanError."""
-    if schedule not in ("1f1b", "zero-bubble"):
-        raise PlanError(f'schedule={schedule!r} is neither "1f1b" nor "zero-bubble"')
-    if schedule == "zero-bubble" and isinstance(plan, Path):
-        raise PlanError(f"schedule={schedule!r}: the plan in {plan} says which; leave out one of them")
-    return str(schedule)
+def _leave_to_saved(plan: str | Path | None, given: str, says: str) -> None:
+    """Refuses what a saved plan says itself."""
+    if isinstance(plan, Path):
+        raise PlanError(f"{given}: the plan in {plan} says {says}; leave out one of them")

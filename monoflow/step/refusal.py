@@ -51,7 +51,7 @@ class Refusals:
 
         Args:
             bad: the scalars that are not finite.
-            kept: what it was given; None if that is gone.
+            kept: what it was given, if that is to be explained.
 
         Raises:
             NonFiniteError: that is the policy; it names the first op.
@@ -59,7 +59,8 @@ class Refusals:
         self.count += 1
         values = ", ".join(f"{_text(name)} is {value}" for name, value in bad.items())
         if self.policy == "raise":
-            first = _first_origin(binding, kept) if kept is not None else None
+            assert kept is not None, "what a refused step was given is gone"
+            first = _first_origin(binding, kept)
             raise NonFiniteError(f"{self.name}: {values}. {_explained(binding, first)} {_ADVICE}")
         self._is_due = self.policy == "rollback"
         done = "skipped" if self.policy == "skip" else "left out; the last snapshot is loaded"

@@ -19,7 +19,7 @@ from monoflow.runtime.recorder import Fired
 from monoflow.runtime.transport import DistTransport
 from monoflow.step.pending import Flight, is_waiting
 from tests.conftest import RunCli, RunRanks
-from tests.dist.test_pending import batches, build, flow_whole
+from tests.dist.test_pending import TABLE_STEP, batches, build, flow_whole
 from tests.local.test_on_nan import batch
 from tests.local.test_on_nan import build as build_checked
 from tests.null.test_following import TWO, sharded
@@ -213,20 +213,9 @@ def test_a_gather_of_the_next_step_goes_beside_the_end_of_a_step(run_ranks: RunR
 def test_a_failure_is_said_once_and_the_next_step_shows_nothing(tmp_path: Path, run_cli: RunCli) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        textwrap.dedent(
+        TABLE_STEP
+        + textwrap.dedent(
             """\
-            import torch, monoflow as flow
-            table = torch.nn.Embedding(4, 3)
-            optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-
-            @flow.graph(table, optimizer, plan="data")
-            def step(ids):
-                loss = table(ids).sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss
-
             good, bad = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 9])
             losses, count = [step(good)], 0
             try:
@@ -245,6 +234,6 @@ def test_a_failure_is_said_once_and_the_next_step_shows_nothing(tmp_path: Path, 
     done = run_cli("run", "-n", "2", script)
     lines = [line.split("] ")[-1] for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr
-    assert lines.count(f"raised in the step that was called at {script}:16") == 2, done.stdout
+    assert lines.count(f"raised in the step that was called at {script}:17") == 2, done.stdout
     assert lines.count("then True True 1") == 2, done.stdout
     assert "value" not in done.stdout

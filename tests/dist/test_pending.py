@@ -13,6 +13,23 @@ from torch import nn
 import monoflow as flow
 from tests.conftest import RunCli, RunRanks
 
+#: A script's step, which fails at an index above 3, at its line 7.
+TABLE_STEP = """\
+import torch, monoflow as flow
+torch.manual_seed(0)
+table = torch.nn.Embedding(4, 3)
+optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
+
+@flow.graph(table, optimizer, plan="data")
+def step(ids):
+    loss = table(ids).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+"""
+
 
 def build(plan: str) -> tuple[nn.Module, torch.optim.Optimizer, flow.Step]:
     torch.manual_seed(0)
@@ -110,23 +127,19 @@ def test_parameters_and_state_are_those_after_the_step(plan: str, run_ranks: Run
         assert same
 
 
+def test_a_script_may_end_with_a_step_on_its_way(tmp_path: Path, run_cli: RunCli) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TABLE_STEP + "step(torch.tensor([0, 1, 2, 3]))\nraise SystemExit(0)\n")
+    done = run_cli("run", "-n", "2", script, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_last_step_that_fails_fails_the_job(tmp_path: Path, run_cli: RunCli) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        textwrap.dedent(
+        TABLE_STEP
+        + textwrap.dedent(
             """\
-            import torch, monoflow as flow
-            table = torch.nn.Embedding(4, 3)
-            optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-
-            @flow.graph(table, optimizer, plan="data")
-            def step(ids):
-                loss = table(ids).sum()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return loss
-
             step(torch.tensor([0, 1, 2, 3]))
             step(torch.tensor([0, 1, 2, 9]))
             print("the script is at its end")
@@ -135,5 +148,5 @@ def test_a_last_step_that_fails_fails_the_job(tmp_path: Path, run_cli: RunCli) -
     )
     done = run_cli("run", "-n", "2", script)
     assert done.returncode != 0
-    assert "train.py:7" in done.stderr and "the script is at its end" in done.stdout
+    assert "train.py:8" in done.stderr and "the script is at its end" in done.stdout
     assert "signal" not in done.stderr

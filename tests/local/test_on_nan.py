@@ -127,6 +127,56 @@ def test_skipped_steps_change_nothing_and_count(num_ranks: int, options: dict[st
         assert_same(state_of(*rest), state_of(model, optimizer))
 
 
+@pytest.mark.parametrize("way", ["backward", "grad"])
+def test_a_loss_is_what_any_backward_pass_begins_at(way: str) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @flow.graph(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).mean()
+        if way == "backward":
+            torch.autograd.backward([loss])
+        else:
+            params = list(model.parameters())
+            for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
+                param.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step(batch(0))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(NonFiniteError, match="the loss"):
+        step(batch(1, bad=True))
+    assert_same(before, model.state_dict())
+    assert step.num_steps == 2
+
+
+def test_what_scales_a_clipped_gradient_is_looked_at_too() -> None:
+    """The norm that clips was finite; the gradient that the optimizer sees is not."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @flow.graph(model, optimizer, on_nan="skip")
+    def step(x: Tensor, scale: Tensor) -> Tensor:
+        loss = model(x).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    step(batch(0), torch.tensor(1.0))
+    before = copy.deepcopy(model.state_dict())
+    step(batch(1), torch.tensor(float("inf")))
+    assert step.num_skipped == 1
+    assert_same(before, model.state_dict())
+
+
 def test_gradients_alone(clip: bool = False) -> None:
     step, model, _ = build(clip, root=True, on_nan="skip")
     before = copy.deepcopy(model.state_dict())

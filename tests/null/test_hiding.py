@@ -16,6 +16,7 @@ from monoflow.plan.hiding import COMPUTE, Task, hidden, run
 from monoflow.plan.plan import Plan
 from monoflow.plan.predict import predict
 from monoflow.plan.schedule import Box, Op, schedule
+from monoflow.plan.time import micro_batched
 
 from .test_overlap import compiled
 
@@ -139,6 +140,13 @@ def test_a_prediction_is_less_by_what_is_hidden() -> None:
     for one in (whole, none, half):
         spent = sum(sum(kinds.values()) for kinds in one.seconds_by.values())
         assert one.seconds == pytest.approx(spent - one.hidden) and spent == pytest.approx(none.seconds)
+
+
+def test_a_sum_over_micro_batches_is_compute() -> None:
+    """It runs there (`runtime.channels`), so that nothing hides it."""
+    made = schedule(micro_batched(plan_of("data"), 2))
+    folds = [item for item in made.items if isinstance(item, Box) and item.folds]
+    assert folds and {hiding._lane(item) for item in folds} == {COMPUTE}
 
 
 def test_where_bytes_are_limited_nothing_is_hidden() -> None:

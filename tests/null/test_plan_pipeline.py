@@ -30,7 +30,7 @@ from monoflow.plan.planner import plan_step
 from monoflow.plan.predict import Prediction, predict
 from monoflow.plan.search import search
 from monoflow.plan.template import TEMPLATES
-from monoflow.sbp.layout import At, B, S
+from monoflow.sbp.layout import At, B, S, Sbp
 from monoflow.sbp.sources import RuleBook
 from monoflow.step import Step, planning
 
@@ -236,10 +236,11 @@ def test_under_a_limit_micro_batches_are_taken_where_they_cost_less_than_computi
 # --- what is stored already ----------------------------------------------------------------------------
 
 
-def test_a_pin_along_the_axis_keeps_stages_off_it(graph: StepGraph) -> None:
+@pytest.mark.parametrize(("name", "layout"), [("batch.0", S(0)), ("0.0.weight", B)])
+def test_a_pin_along_the_axis_keeps_stages_off_it(graph: StepGraph, name: str, layout: Sbp) -> None:
     machine = Machine(DEVICE, (SLOW,))
-    pinned = plan_step(graph, FOUR, "auto", {"batch.0": (S(0),)}, machine, refine=True)
-    assert not pinned.has_stages and pinned.inputs["batch.0"] == (S(0),)
+    pinned = plan_step(graph, FOUR, "auto", {name: (layout,)}, machine, refine=True)
+    assert not pinned.has_stages and pinned.inputs[name] == (layout,)
     with pytest.raises(LayoutError, match="matches no parameter"):
         plan_step(graph, FOUR, "auto", {"nothing": (S(0),)}, machine)
 

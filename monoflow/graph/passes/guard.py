@@ -8,8 +8,9 @@ until then. (Either also says "not finite" where it overflows itself.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,15 +69,28 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _norm_of_all(graph: fx.Graph, grads: Sequence[fx.Node]) -> fx.Node | None:
-    """A norm over the norms of all gradients, as they are or before they were scaled by scalars."""
-    wanted = {_unscaled(one) for one in grads}
-    for node in graph.nodes:
-        stack = node.args[0] if is_full_norm(node) else None
+    """A norm over the norms of all gradients, as they are, before it scaled them, or before anything did.
+
+    A factor of another origin may be what is not finite: a gradient that it scaled after the norm was taken
+    is another gradient.
+    """
+    for norm in graph.nodes:
+        stack = norm.args[0] if is_full_norm(norm) else None
         if isinstance(stack, fx.Node) and stack.target is aten.stack.default:
             parts: Any = stack.args[0]
-            if all(map(is_full_norm, parts)) and wanted <= {_unscaled(part.args[0]) for part in parts}:
-                return node
+            if not all(map(is_full_norm, parts)):
+                continue
+            seen = {one for part in parts for one in _unscaled(part.args[0], lambda scale: True)}
+            if all(not seen.isdisjoint(_unscaled(one, partial(_comes_of, norm))) for one in grads):
+                return norm
     return None
+
+
+def _comes_of(norm: fx.Node, scale: fx.Node) -> bool:
+    """Whether a scalar is made of a norm and constants, so that it is finite if that is: what clips."""
+    if scale is norm:
+        return True
+    return scale.op == "call_function" and all(_comes_of(norm, one) for one in scale.all_input_nodes)
 
 
 #: What gives the elements that it is given.
@@ -88,23 +102,21 @@ _SAME_ELEMENTS = frozenset(
 )  # fmt: skip
 
 
-def _unscaled(node: Any) -> Any:
-    """A tensor before it was multiplied by 0-dim tensors, viewed and copied."""
+def _unscaled(node: Any, may: Callable[[fx.Node], bool]) -> Iterator[fx.Node]:
+    """A tensor as it is, and before it was multiplied by 0-dim tensors that `may` be taken off."""
     while isinstance(node, fx.Node):
-        if node.target is aten.mul.Tensor:
-            one, other = node.args
-            scales = [
-                isinstance(side, fx.Node) and not side.meta["val"].dim() and node.meta["val"].dim() > 0
-                for side in (one, other)
-            ]
-            if sum(scales) != 1:
-                break
-            node = other if scales[0] else one
-        elif node.target in _SAME_ELEMENTS:
-            node = _itself(node)
-        else:
-            break
-    return node
+        node = _itself(node)
+        yield node
+        if node.target is not aten.mul.Tensor:
+            return
+        one, other = node.args
+        scales = [
+            isinstance(side, fx.Node) and not side.meta["val"].dim() and node.meta["val"].dim() > 0
+            for side in (one, other)
+        ]
+        if sum(scales) != 1 or not may(one if scales[0] else other):
+            return
+        node = other if scales[0] else one
 
 
 def _itself(node: Any) -> Any:
