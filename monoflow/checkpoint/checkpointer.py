@@ -143,7 +143,9 @@ class Checkpointer:
         return path
 
     def wait(self) -> None:
-        """Waits for a save under way. Raises CheckpointError if it failed."""
+        """Waits for a save and a snapshot under way. Raises CheckpointError if the save failed."""
+        if self._shadow is not None:
+            self._shadow.wait()
         self._saver.wait()
 
     def close(self) -> None:
@@ -152,9 +154,7 @@ class Checkpointer:
         If a signal came after the last step, that is saved too, and the signal raised.
         """
         self._restore()
-        if self._shadow is not None:
-            self._shadow.close()
-        self._saver.wait()
+        self.wait()
         if self._ballot is None:
             return
         self._ballot.result()
@@ -171,10 +171,8 @@ class Checkpointer:
             self.close()
             return
         self._restore()
-        if self._shadow is not None:
-            self._shadow.close()
         try:
-            self._saver.wait()
+            self.wait()
         except CheckpointError as other:
             if error is not None:
                 error.add_note(f"besides, a checkpoint was not saved: {other}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,7 +61,10 @@ class Saver:
         """
         self.wait()
         snapshot = prepare(path, contents, self.group)
-        self._memory = snapshot.copy_to_host(self._memory)
+        try:
+            self._memory = snapshot.copy_to_host(self._memory)
+        except Exception as error:  # no memory: the others' writers are waiting to be told
+            snapshot.pieces = _failed(error)
         self._thread = threading.Thread(
             target=self._write_aside, args=(snapshot, then), name="checkpoint writer"
         )
@@ -87,3 +91,9 @@ class Saver:
         write(snapshot)
         self.newest = str(snapshot.target.path)
         first_does(self.group, then)
+
+
+def _failed(error: Exception) -> Iterator[Any]:
+    """Pieces that cannot be had."""
+    raise error
+    yield

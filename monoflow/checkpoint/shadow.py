@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import CheckpointError
 from ..log import stage_logger
 from .every import Every
-from .group import Group
+from .group import Group, group_of
 from .index import checksum
 from .saver import Saver
 from .series import path_of, prune
@@ -30,13 +30,14 @@ class Shadow:
 
     Args:
         folder: in memory.
-        group: ranks that save together, which nobody else talks through.
+        group: ranks that save together, which nobody else talks through. Collective if there are several.
         every: how often.
     """
 
     def __init__(self, folder: str, group: Group, every: int | str) -> None:
         self.folder, self.every = folder, Every(every)
-        self._group, self._saver = group, Saver(group)
+        self._saver = Saver(group)
+        self._asking = group_of(group.ranks)  # a writer talks through the other, at a time of its own
         self._last = time.monotonic()
         self._is_on = True
 
@@ -51,20 +52,25 @@ class Shadow:
 
     def save(self, number: int, contents: Callable[[], Contents]) -> None:
         """Takes a snapshot between two steps, unless one is still being written. Every rank calls it."""
-        if not self._is_on or any(self._group.gather(self._saver.is_writing)):
+        if not self._is_on:
             return
         try:
+            if any(self._asking.gather(self._saver.is_writing)):
+                return
             self._saver.start(
                 path_of(self.folder, number), contents(), lambda: prune(self.folder, keep_last=1)
             )
         except CheckpointError as error:
-            self._is_on = False
-            stage_logger("runtime").warning("no more snapshots in memory: %s", error)
+            self._end(error)
         self._last = time.monotonic()
 
-    def close(self) -> None:
+    def wait(self) -> None:
         """Waits for one that is being written."""
         try:
             self._saver.wait()
         except CheckpointError as error:
-            stage_logger("runtime").warning("a snapshot in memory was not saved: %s", error)
+            self._end(error)
+
+    def _end(self, error: CheckpointError) -> None:
+        self._is_on = False
+        stage_logger("runtime").warning("no more snapshots in memory: %s", error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable
 from multiprocessing import SimpleQueue, get_context
 from pathlib import Path
@@ -25,6 +26,7 @@ from monoflow.checkpoint import (
     Checkpointer,
     Contents,
     Saver,
+    Shadow,
     checkpoints,
     fill,
     group_of,
@@ -32,6 +34,7 @@ from monoflow.checkpoint import (
     whole,
 )
 from monoflow.checkpoint.files import LocalBytes
+from monoflow.checkpoint.local import LocalTarget
 from monoflow.errors import CheckpointError
 from monoflow.step import Step
 from tests.conftest import RunRanks
@@ -294,6 +297,26 @@ def test_ranks_share_the_work_and_the_errors(run_ranks: RunRanks, tmp_path: Path
     assert (
         "few is torch.float32 (1, 203)" in different and "on rank 0" in different and "on rank 1" in different
     )
+
+
+def snapshots(path: Path) -> list[int]:
+    """One rank that is asked for the next snapshot while the first rank is still writing the last."""
+    shadow = Shadow(str(path), group_of((0, 1)), 1)
+    begin, go = LocalTarget.begin, threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalTarget, "begin", lambda *args: (go.wait(20), begin(*args)))
+        for number in (1, 2, 3):
+            shadow.save(number, lambda: contents(1))
+        go.set()
+        shadow.wait()
+    found = [number for number, _ in checkpoints(path)]
+    shadow.save(4, lambda: contents(4))
+    shadow.wait()
+    return found + [number for number, _ in checkpoints(path)]
+
+
+def test_ranks_ask_for_a_snapshot_while_one_is_written(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(2, snapshots, tmp_path) == [[1, 4]] * 2
 
 
 def asked_to_end(path: Path, signum: int) -> tuple[int, list[int], str]:

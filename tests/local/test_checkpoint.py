@@ -25,6 +25,7 @@ import monoflow as flow
 from monoflow.checkpoint import Alone, Checkpoint, Contents, Saver, checkpoints, fill, open_source, whole
 from monoflow.checkpoint.index import INDEX
 from monoflow.checkpoint.remote import open_url
+from monoflow.checkpoint.write import Snapshot
 from monoflow.errors import CheckpointError
 from monoflow.step import Step
 
@@ -502,6 +503,22 @@ def test_an_error_of_the_writer_surfaces_at_the_next_call(
         ):
             saver.wait()
     saver.wait()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_that_has_no_memory_is_an_error_of_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks have made theirs, and their writers wait for this one's answer."""
+    saver = Saver(Alone())
+
+    def fails(self: Snapshot, memory: Tensor | None) -> Tensor:
+        raise MemoryError("no room for the copy")
+
+    monkeypatch.setattr(Snapshot, "copy_to_host", fails)
+    saver.start(tmp_path / "a", Contents({"x": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match="MemoryError: no room for the copy"):
+        saver.wait()
     assert list(tmp_path.iterdir()) == []
 
 
