@@ -135,10 +135,10 @@ class Checkpointer:
         Args:
             wait: return only when the checkpoint is in its place.
         """
-        self._saved_at = self._number()
-        path = path_of(self.folder, self._saved_at)
+        number = self._saved_at = self._number()
+        path = path_of(self.folder, number)
         act = self._saver.start if self.asynchronous and not wait else self._saver.save
-        act(path, self._contents(), lambda: prune(self.folder, self.keep_last))
+        act(path, self._contents(), lambda: prune(self.folder, number, self.keep_last))
         self._last = time.monotonic()
         return path
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from safetensors.torch import _TYPES as DTYPES  # the names of dtypes in the safetensors format
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from .boxes import Box
 
 INDEX = "checkpoint.json"
@@ -102,11 +102,12 @@ class Index:
         """The index in a file's bytes.
 
         Raises:
-            CheckpointError: it is damaged, no index, or of a version that this monoflow does not read.
+            DamagedError: it is not what was written, or no index.
+            CheckpointError: it is of a version that this monoflow does not read.
         """
         body = _body(text, where)
         if body.get("format") != FORMAT:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{where} is no index of a monoflow checkpoint (format {body.get('format')!r})"
             )
         if body.get("version") != VERSION:
@@ -120,7 +121,7 @@ class Index:
             tensors = {name: _stored(one) for name, one in body["tensors"].items()}
             return cls(files, tensors, body["meta"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{where} lacks what an index has: {error!r}; it was not written whole"
             ) from None
 
@@ -130,9 +131,9 @@ def _body(text: bytes, where: str) -> dict[str, Any]:
         outer = json.loads(text)
         body, expected = outer["body"], outer["checksum"]
     except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{where} is no index of a checkpoint, or damaged: it does not parse") from None
+        raise DamagedError(f"{where} is no index of a checkpoint, or damaged: it does not parse") from None
     if checksum(body.encode()) != expected:
-        raise CheckpointError(
+        raise DamagedError(
             f"{where} is damaged: its checksum is {checksum(body.encode())}, not {expected} as written"
         )
     return json.loads(body)

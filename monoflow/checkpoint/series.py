@@ -63,10 +63,15 @@ def _number(name: str) -> int:
     return int(found[1])
 
 
-def prune(folder: str | Path, keep_last: int | None) -> None:
-    """Removes what interrupted saves left, and all but the newest checkpoints. For one process at a time.
+def prune(folder: str | Path, number: int, keep_last: int | None) -> None:
+    """Removes what interrupted saves left, and checkpoints that the newest one replaces.
+
+    For one process at a time.
 
     Args:
+        number: the step of the newest, which is in its place. Those of later steps are of a run that was
+            begun anew, or are damaged and were passed over: this run does not have the steps after which they
+            were saved.
         keep_last: how many stay; None for all.
     """
     if not is_url(str(folder)):
@@ -74,8 +79,12 @@ def prune(folder: str | Path, keep_last: int | None) -> None:
             own = left.with_name(left.name.split(".")[0])
             recover(own)
             clean(own)
-    old = checkpoints(folder)[:-keep_last] if keep_last else []
-    for _, path in old:
+    found = dict(checkpoints(folder))
+    if number not in found:  # it was taken away meanwhile
+        return
+    past = [path for step, path in found.items() if step <= number]
+    later = [path for step, path in found.items() if step > number]
+    for path in later + (past[:-keep_last] if keep_last else []):
         if is_url(path):
             system, root = open_url(path)
             system.rm_file(f"{root}/{INDEX}")  # without it, it is no checkpoint

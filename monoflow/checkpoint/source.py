@@ -57,11 +57,18 @@ def open_whole(path: str, group: Group) -> Source:
     """Opens one checkpoint of ours on every rank. Collective.
 
     Raises:
-        DamagedError: it cannot be opened.
+        DamagedError: its index is not what was written.
+        CheckpointError: it cannot be read, or is of another version: it may be whole.
     """
     opened: list[Source] = []
-    try:
-        together(group, lambda: opened.append(Checkpoint(path)))
-    except CheckpointError as error:
-        raise DamagedError(str(error)) from error
+
+    def damage() -> str:
+        try:
+            opened.append(Checkpoint(path))
+        except DamagedError as error:
+            return str(error)
+        return ""
+
+    if found := [text for text in together(group, damage) if text]:
+        raise DamagedError(found[0])
     return opened[0]

@@ -105,12 +105,14 @@ def checkpointer(
         path: a directory that all ranks see, or an fsspec URL.
         stream, extra: as in `save`.
         every: steps, or a time such as "90s", "10min", "2h"; None to save only when asked, or on a signal.
-        keep_last: how many checkpoints stay; None for all.
+        keep_last: how many checkpoints stay, the newest last; None for all. Those of later steps than the
+            newest do not: a run that went back does not have those steps.
         on_signal: whether SIGTERM or SIGINT to any rank makes all ranks save after the same step, and then
             end (SystemExit 143, KeyboardInterrupt). A second signal does what it did before.
         asynchronous: whether a rank copies its share to the host and a thread writes it. One copy at most:
             the next save waits for the one before.
-        resume: whether to go on from what is there; False to begin anew, and replace it step by step.
+        resume: whether to go on from what is there; False to begin anew: the first checkpoint replaces those
+            of later steps.
         snapshot_every: under `monoflow run --elastic`, how often a snapshot is taken in memory between
             checkpoints, in steps or as a time: all that a rank which dies can cost.
 
@@ -124,6 +126,7 @@ def checkpointer(
     folders = [memory, str(path)] if memory else [str(path)]
     if resume:
         _resume(step, folders, stream, extra)
+    shadow = Shadow(memory, group_of(ranks), snapshot_every) if memory else None
     series = Checkpointer(
         path,
         lambda: contents_of(step, stream, extra),
@@ -133,12 +136,18 @@ def checkpointer(
         keep_last=keep_last,
         on_signal=on_signal,
         asynchronous=asynchronous,
-        shadow=Shadow(memory, group_of(ranks), snapshot_every) if memory else None,
+        shadow=shadow,
     )
+
+    savers = {str(path): series.saver}
+    if shadow is not None:
+        savers[shadow.folder] = shadow.saver
 
     def roll_back() -> bool:
         series.wait()
-        return _resume(step, folders, None, extra)
+        # A run that was begun anew goes back to what it saved itself, which is the newest of its folder.
+        own = [folder for folder in folders if resume or savers[folder].newest is not None]
+        return _resume(step, own, None, extra)
 
     step.refusals.roll_back = roll_back
     return series

@@ -590,10 +590,10 @@ def test_other_intervals_are_refused(every: Any, tmp_path: Path) -> None:
 
 def test_rests_of_a_job_that_died_are_removed(tmp_path: Path) -> None:
     step = build()
-    run(step, 0, 1)
-    flow.save(tmp_path / "step-0000000001", step)
-    shutil.copytree(tmp_path / "step-0000000001", tmp_path / "step-0000000002.tmp-0123456789ab")
-    shutil.copytree(tmp_path / "step-0000000001", tmp_path / "step-0000000003.old-0123456789ab")
+    run(step, 0, 2)
+    flow.save(tmp_path / "step-0000000002", step)
+    shutil.copytree(tmp_path / "step-0000000002", tmp_path / "step-0000000003.tmp-0123456789ab")
+    shutil.copytree(tmp_path / "step-0000000002", tmp_path / "step-0000000001.old-0123456789ab")
     with flow.checkpointer(tmp_path, step) as series:
         series.save()
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-0000000001", "step-0000000003"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["step-0000000001", "step-0000000002"]
