@@ -23,7 +23,7 @@ from shapes import SHAPES, Decoder, Shape
 from torch import nn
 
 import monoflow as flow
-from monoflow.plan.devices import DEVICES
+from monoflow.plan.sheets import DEVICES
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 CHECKED = 3  # steps whose losses are compared

@@ -91,7 +91,7 @@ def _results_of_ranks(
 ) -> list[tuple[bool, Any]]:
     """Of every rank: whether it did well, and what it returned or why not."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "monoflow"])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.tensor", "monoflow.face"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ..runtime.lanes import HANG
+from ..runtime.signs import HANG
 from . import watch
 
 #: Seconds that ranks get to save and end when others join the job.

@@ -1,4 +1,7 @@
-"""The commands and their options; the work is in `run` and `doctor`."""
+"""The commands and their options. What a command works with, it imports when it is called.
+
+`monoflow run` starts programs: without torch where it can, and never with all of this package.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,17 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from ..errors import FlowError
-from ..plan.devices import DEVICES, LINKS
-from . import calibrate as calibrator
+from ..plan.sheets import DEVICES, LINKS
 from . import checkpoint, runs
-from . import doctor as doctor_report
-from . import plan as planner
 from . import run as launcher
-from . import top as watcher
-from . import trace as tracer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     help="One training step, written for one device, on any layout of any devices.",
@@ -123,8 +123,9 @@ def trace(
     ] = None,
 ) -> None:
     """Sum up a trace: where the time went, what waited for what, and the bottleneck."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    raise typer.Exit(tracer.trace(files, json, join, console))
+    from . import trace as tracer  # noqa: PLC0415 - see above
+
+    raise typer.Exit(tracer.trace(files, json, join, _console()))
 
 
 @app.command()
@@ -136,8 +137,9 @@ def top(
     once: Annotated[bool, typer.Option(help="Print what is now, and end.")] = False,
 ) -> None:
     """Show what the ranks of a running job do: speed, actors, registers, memory."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    raise typer.Exit(watcher.top(runs.find(job, os.environ), once, console))
+    from . import top as watcher  # noqa: PLC0415 - see above
+
+    raise typer.Exit(watcher.top(runs.find(job, os.environ), once, _console()))
 
 
 @app.command(context_settings={"allow_interspersed_args": True})
@@ -161,11 +163,12 @@ def plan(
     json: Annotated[Path | None, typer.Option(help="Write what is printed, as data.")] = None,
 ) -> None:
     """Plan a script's first step for a machine that need not be here: no devices, no ranks, no weights."""
+    from . import plan as planner  # noqa: PLC0415 - see above
+
     request = planner.Request(
         script, tuple(args or ()), device, mesh, link, memory, plan, compare, html, save, json
     )
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
-    raise typer.Exit(planner.plan(request, console))
+    raise typer.Exit(planner.plan(request, _console()))
 
 
 @app.command()
@@ -176,15 +179,29 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure what ops and collectives take on this machine, for the planner; in under a minute each."""
+    from rich.console import Console  # noqa: PLC0415 - see above
+
+    from . import calibrate as calibrator  # noqa: PLC0415
+
     raise typer.Exit(calibrator.calibrate(tuple(num_ranks or ()), Console(highlight=False)))
 
 
 @app.command()
 def doctor() -> None:
     """Print versions, devices, compiler and back ends, and the command that fixes what is missing."""
+    from rich.console import Console  # noqa: PLC0415 - see above
+
+    from . import doctor as doctor_report  # noqa: PLC0415
+
     findings = doctor_report.examine(own_version())
     Console(highlight=False).print(doctor_report.render(findings))
     raise typer.Exit(1 if any(finding.is_fatal for finding in findings) else 0)
+
+
+def _console() -> Console:
+    from rich.console import Console  # noqa: PLC0415 - see above
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH)
 
 
 def main() -> None:

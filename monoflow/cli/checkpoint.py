@@ -1,111 +1,32 @@
-"""`monoflow checkpoint`: what is in a checkpoint, whether it is sound, other forms of it, how two differ."""
+"""`monoflow checkpoint`: the commands and their options; `checkpoint_report` does them, with torch."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-
-from ..checkpoint import Source, Wanted, checkpoints, open_source
-from ..checkpoint.convert import FORMS, convert, form_of
-from ..checkpoint.diff import Difference, differences
 
 app = typer.Typer(no_args_is_help=True, help="Look at, verify, convert and compare checkpoints.")
 _Path = Annotated[
     str, typer.Argument(help="A checkpoint, a directory of them, or a URL.", show_default=False)
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
-_WIDTH = 120
-
-
-def _console() -> Console:
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
-
-
-def _num_bytes(one: Wanted) -> int:
-    return math.prod(one.shape) * one.dtype.itemsize
-
-
-def _dtype(one: Wanted) -> str:
-    return str(one.dtype).removeprefix("torch.")
 
 
 @app.command("ls")
 def list_tensors(path: _Path, as_json: _Json = False) -> None:
     """List the tensors of a checkpoint, or the checkpoints of a directory."""
-    series = checkpoints(path)
-    if series:
-        _list_series(series, as_json)
-        return
-    source = open_source(path)
-    if as_json:
-        tensors = {
-            name: {"dtype": _dtype(one), "shape": list(one.shape), "bytes": _num_bytes(one)}
-            for name, one in source.tensors.items()
-        }
-        typer.echo(json.dumps({"path": source.path, "meta": _summary(source), "tensors": tensors}))
-        return
-    table = Table("tensor", "dtype", "shape", title=source.path, title_justify="left")
-    table.add_column("bytes", justify="right")
-    for name, one in source.tensors.items():
-        table.add_row(name, _dtype(one), str(list(one.shape)), f"{_num_bytes(one):,}")
-    table.add_section()
-    total = sum(map(_num_bytes, source.tensors.values()))
-    table.add_row(f"{len(source.tensors)} tensors", "", "", f"{total:,}")
-    console = _console()
-    console.print(table)
-    for key, value in _summary(source).items():
-        console.print(f"{key}: {value}", soft_wrap=True)
+    from . import checkpoint_report  # noqa: PLC0415 - see above
 
-
-def _list_series(series: Iterable[tuple[int, str]], as_json: bool) -> None:
-    rows = []
-    for number, path in series:
-        source = open_source(path)
-        rows.append((number, path, len(source.tensors), sum(map(_num_bytes, source.tensors.values()))))
-    if as_json:
-        keys = ("step", "path", "tensors", "bytes")
-        typer.echo(json.dumps([dict(zip(keys, row, strict=True)) for row in rows]))
-        return
-    table = Table("step", "path", "tensors", "bytes")
-    for number, path, count, size in rows:
-        table.add_row(str(number), path, str(count), f"{size:,}")
-    _console().print(table)
-
-
-def _summary(source: Source) -> dict[str, Any]:
-    """What is no tensor, without what is long."""
-    meta = source.meta
-    found = {key: meta[key] for key in ("step", "versions", "stream") if meta.get(key) is not None}
-    return found | ({"extra": sorted(meta["extra"])} if meta.get("extra") else {})
+    checkpoint_report.list_tensors(path, as_json)
 
 
 @app.command()
 def verify(path: _Path, as_json: _Json = False) -> None:
     """Read every byte and compare checksums; exit 1 if something is wrong, and name file and tensor."""
-    paths = [one for _, one in checkpoints(path)] or [path]
-    found = {}
-    for one in paths:
-        source = open_source(one)
-        found[one] = source.faults(source.tensors, 0, 1)
-        if not as_json:
-            how = (
-                "no checksums: sizes and forms were looked at"
-                if source.is_foreign
-                else "every checksum is right"
-            )
-            typer.echo(
-                f"{one}: {len(source.tensors)} tensors, {how}" if not found[one] else "\n".join(found[one])
-            )
-    if as_json:
-        typer.echo(json.dumps(found))
-    raise typer.Exit(1 if any(found.values()) else 0)
+    from . import checkpoint_report  # noqa: PLC0415 - see above
+
+    raise typer.Exit(checkpoint_report.verify(path, as_json))
 
 
 @app.command("convert")
@@ -114,13 +35,13 @@ def convert_to(
     target: Annotated[str, typer.Argument(help="What to write; nothing may be there.", show_default=False)],
     to: Annotated[
         str | None,
-        typer.Option(help=f"{', '.join(FORMS)}; what the target's ending says when left out."),
+        typer.Option(help="monoflow, safetensors, pt, dcp; what the target's ending says when left out."),
     ] = None,
 ) -> None:
     """Write a checkpoint in another form: .safetensors or .pt (the model), dcp, or monoflow's own."""
-    form = to or form_of(target)
-    convert(open_source(path), target, form)
-    typer.echo(f"{target}: {form}")
+    from . import checkpoint_report  # noqa: PLC0415 - see above
+
+    checkpoint_report.convert_to(path, target, to)
 
 
 @app.command()
@@ -130,26 +51,6 @@ def diff(
     as_json: _Json = False,
 ) -> None:
     """List the tensors and settings in which two checkpoints differ, bit for bit; exit 1 if there are any."""
-    found = list(differences(open_source(a), open_source(b)))
-    if as_json:
-        typer.echo(json.dumps([_finite(one._asdict()) for one in found]))
-    elif found:
-        table = Table("what", a, b, "elements that differ", "by at most")
-        for one in found:
-            table.add_row(one.name, one.a or "-", one.b or "-", *_extent(one))
-        _console().print(table)
-    else:
-        typer.echo("the same, bit for bit")
-    raise typer.Exit(1 if found else 0)
+    from . import checkpoint_report  # noqa: PLC0415 - see above
 
-
-def _extent(one: Difference) -> tuple[str, str]:
-    return (f"{one.num_elements:,}", f"{one.largest:.3g}") if one.num_elements else ("", "")
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
-    return {
-        key: repr(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
+    raise typer.Exit(checkpoint_report.diff(a, b, as_json))

@@ -19,10 +19,11 @@ from ..errors import PlacementError, PlanError
 from ..graph.step_graph import StepGraph
 from ..mesh import Placement, placement
 from ..plan.cost import Machine
-from ..plan.devices import DEVICES, machine_for
+from ..plan.devices import machine_for
 from ..plan.plan import Plan
 from ..plan.planner import AUTO, plan_step
 from ..plan.predict import Prediction, predict
+from ..plan.sheets import DEVICES
 from ..plan.template import TEMPLATES
 from ..viz.plan_page import page
 from .plan_report import Planned, as_data, report

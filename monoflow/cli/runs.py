@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ..config import Settings
 from ..errors import FlowError
-from ..runtime.observe import SNAPSHOT
-from ..runtime.ring import EVENTS, NAMES, Part, read_part
+from ..runtime.signs import EVENTS, NAMES, SNAPSHOT
 
 RUN_DIR, TRACE_EVENTS = "MONOFLOW_RUN_DIR", "MONOFLOW_TRACE_EVENTS"
 
@@ -78,12 +77,6 @@ def is_alive(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def parts(folder: Path) -> list[Part]:
-    """What the ranks of a job recorded, by rank."""
-    found = [read_part(path.with_suffix("")) for path in sorted(folder.glob(f"rank*{NAMES}"))]
-    return sorted(found, key=lambda part: part.about.get("rank", 0))
 
 
 def _folder(settings: Settings) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import IO, Any
 
 from ..errors import FlowError
 from ..runtime.messages import Message, crossings, fills, held, messages
-from ..runtime.ring import Part
+from ..runtime.ring import Part, read_part
+from ..runtime.signs import NAMES
 from ..runtime.trace import Event
 from ..runtime.wiring import Wiring
 
@@ -49,6 +51,12 @@ class Timeline:
     hosts: Mapping[int, str] = field(default_factory=dict)
     num_dropped: Mapping[int, int] = field(default_factory=dict)
     clock_error: int | None = 0
+
+
+def recorded(folder: Path) -> list[Part]:
+    """What the ranks of a job recorded, by rank."""
+    found = [read_part(path.with_suffix("")) for path in sorted(folder.glob(f"rank*{NAMES}"))]
+    return sorted(found, key=lambda part: part.about.get("rank", 0))
 
 
 def join(parts: Sequence[Part]) -> Timeline:
@@ -127,6 +135,22 @@ def write(timeline: Timeline, path: Path) -> None:
         for number, record in enumerate(_records(timeline, origin)):
             file.write(",\n" * bool(number) + json.dumps(record, separators=(",", ":")))
         file.write("\n]}\n")
+
+
+def write_trace(folder: Path, path: Path) -> None:
+    """Joins what the ranks of this host recorded, also of those that died, into one file."""
+    timeline = join(recorded(folder))
+    if not timeline.events:
+        sys.stderr.write(f"monoflow: no step ran, so {path} is not written\n")
+        return
+    first, last = min(timeline.hosts), max(timeline.hosts)
+    if first:  # ranks of another host than the first one's
+        path = path.with_stem(f"{path.stem}.rank{first}")
+    write(timeline, path)
+    sys.stderr.write(
+        f"monoflow: {path} has {len(timeline.events):,} firings of ranks {first} to {last}; "
+        f"`monoflow trace {path}` sums it up, https://ui.perfetto.dev shows it\n"
+    )
 
 
 def _opened(path: Path, mode: str) -> IO[str]:

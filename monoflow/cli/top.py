@@ -20,8 +20,9 @@ from rich.text import Text
 from ..errors import FlowError
 from ..plan.tabulate import duration, size
 from ..runtime.messages import messages, most_live
-from ..runtime.observe import INTERVAL, SNAPSHOT
+from ..runtime.observe import INTERVAL
 from ..runtime.ring import Part, read_part
+from ..runtime.signs import SNAPSHOT
 from ..runtime.trace import SCRIPT, Event, breakdown
 from .runs import is_alive
 from .tables import table

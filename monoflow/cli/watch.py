@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..runtime.launch import ASK, PULSE, STACKS
+from ..runtime.signs import ASK, PULSE, STACKS
 
 _ANSWER = 2.0  # seconds that a rank has to say where it stands
 _PACKAGE = str(Path(__file__).parents[1])

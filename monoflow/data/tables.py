@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
@@ -14,15 +15,17 @@ from ..errors import FlowError
 from .blocks import Block, BlockFiles, Opened, Paths
 
 
-def _optional(module: str) -> Any:
-    """A module of the extra monoflow[data]; None if it is not installed."""
-    try:
-        return import_module(module)
-    except ImportError:
-        return None
+class _Library:
+    """A module of the extra monoflow[data], imported when it is used: programs that do not start sooner."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(import_module(self._name), attribute)
 
 
-pa, pq = _optional("pyarrow"), _optional("pyarrow.parquet")
+pa, pq = _Library("pyarrow"), _Library("pyarrow.parquet")
 
 _FILE_MAGIC = b"ARROW1"
 
@@ -51,7 +54,7 @@ def arrow(paths: Paths, columns: Sequence[str] | None = None) -> ArrowFiles:
 
 
 def _check_pyarrow() -> None:
-    if pa is None:
+    if find_spec("pyarrow") is None:
         raise FlowError("Parquet and Arrow files are read by pyarrow: pip install 'monoflow[data]'")
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import fx
 from torch._functorch.compile_utils import fx_graph_cse
 
@@ -77,5 +76,5 @@ def one_at_a_time(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Iterator[
     digest = hashlib.sha256(f"{module.code}{looks}".encode()).hexdigest()
     folder = Path(_inductor("runtime.cache_dir_utils").cache_dir(), "monoflow")
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / f"{digest[:32]}.lock"):
+    with importlib.import_module("filelock").FileLock(folder / f"{digest[:32]}.lock"):
         yield

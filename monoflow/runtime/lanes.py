@@ -29,12 +29,11 @@ from .firing import Firing, Homes, Registers
 from .following import Following, Progress
 from .network import Actor, Marking, Network
 from .ready import Ready
+from .signs import HANG
 
 T = TypeVar("T")
 Results = dict[int, list[torch.Tensor]]
 
-#: How the report of a step in which nothing happens begins.
-HANG = "no actor has fired"
 #: How often, in seconds, one who waits for a step looks whether other ranks have failed or nothing happens.
 _LOOK = 0.5
 

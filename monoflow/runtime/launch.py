@@ -31,17 +31,7 @@ from ..config import Settings
 from ..errors import PlacementError
 from .clock import compare_clocks
 from .observe import observing
-
-#: Set by `monoflow run` for the ranks it starts: they leave the printing of errors to it.
-LAUNCHER_VARIABLE = "MONOFLOW_LAUNCHER_PID"
-#: Where ranks give signs of life, set by `monoflow run`: a file that is touched, whose text is the number of
-#: steps, and one in which a rank that gets the signal `ASK` says where it stands.
-WATCH_VARIABLE = "MONOFLOW_WATCH_DIR"
-#: A folder in memory that outlives the ranks of this host, set by `monoflow run --elastic`.
-SNAPSHOTS_VARIABLE = "MONOFLOW_SNAPSHOTS"
-PULSE, STACKS, ASK = ".pulse", ".stacks", signal.SIGUSR2
-#: The exit status of a program that Ctrl-C ended.
-INTERRUPTED = 128 + signal.SIGINT
+from .signs import ASK, INTERRUPTED, LAUNCHER_VARIABLE, PULSE, STACKS, WATCH_VARIABLE
 
 
 def ensure_process_group(device_type: str) -> None:

@@ -31,11 +31,11 @@ from ..log import Wait, listen
 from .clock import Offset
 from .program import Program
 from .recorder import Fired, Recorder
-from .ring import EVENTS, NAMES, Ring
+from .ring import Ring
+from .signs import EVENTS, NAMES, SNAPSHOT
 from .trace import SCRIPT
 from .wiring import Wiring
 
-SNAPSHOT = ".json"
 INTERVAL = 1.0  # seconds between snapshots
 _SAMPLED = 4096  # events that are kept without --trace
 _WINDOW = 10  # snapshots that a rate is the mean of

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .signs import EVENTS, NAMES
 from .trace import Event
 from .wiring import Wiring
-
-EVENTS, NAMES = ".events", ".names"
 
 #: The number of the record, from 1; the number of who fired; micro-batch; step, start, end, bytes.
 _RECORD = struct.Struct("<QIIQQQQ")

@@ -366,7 +366,7 @@ def killed(rank: int, path: Path, found: SimpleQueue) -> None:
 
 def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
     context = get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "monoflow"])
+    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "monoflow.face"])
     found = context.SimpleQueue()
     processes = [context.Process(target=killed, args=(rank, tmp_path, found), daemon=True) for rank in (0, 1)]
     for process in processes:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from monoflow.cli.run import first_failure, report
+from monoflow.cli.ranks import first_failure, report
 from monoflow.errors import PlacementError
 from monoflow.runtime.launch import _device_index
 from tests.conftest import RunCli, cli_environment

@@ -373,6 +373,6 @@ def test_a_broken_row_group(tmp_path: Path) -> None:
 
 
 def test_pyarrow_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monoflow.data.tables.pa", None)
+    monkeypatch.setattr("monoflow.data.tables.find_spec", lambda name: None)
     with pytest.raises(FlowError, match=r"pip install 'monoflow\[data\]'"):
         parquet(tmp_path)

@@ -20,16 +20,17 @@ from rich.console import Console
 
 import monoflow as flow
 from monoflow.cli import runs
-from monoflow.cli.run import Job, write_trace
-from monoflow.cli.timeline import Timeline, join, merge, read, write
+from monoflow.cli.run import Job
+from monoflow.cli.timeline import Timeline, join, merge, read, recorded, write, write_trace
 from monoflow.cli.top import frame, last_step, read_job, top
 from monoflow.cli.trace import summarize, trace
 from monoflow.config import Settings
 from monoflow.errors import FlowError
-from monoflow.runtime.observe import SNAPSHOT, About, Observer
+from monoflow.runtime.observe import About, Observer
 from monoflow.runtime.program import Program
 from monoflow.runtime.recorder import Fired, Recorder
-from monoflow.runtime.ring import EVENTS, NAMES, Part
+from monoflow.runtime.ring import Part
+from monoflow.runtime.signs import EVENTS, NAMES, SNAPSHOT
 from monoflow.runtime.trace import Event
 from monoflow.runtime.wiring import ActorInfo, RegisterInfo, Wiring
 from tests.conftest import RunCli
@@ -306,7 +307,7 @@ def test_the_script_that_waits_for_batches_is_seen(tmp_path: Path) -> None:
     watching.close()
     for _ in batches:
         pass  # nobody is told any more
-    parts = runs.parts(tmp_path / "job")
+    parts = recorded(tmp_path / "job")
     waits = [one for one in parts[0].events if one.lane == "script"]
     assert [(one.kind, one.name, one.step) for one in waits] == [
         ("source", "flow.stream", number) for number in range(3)
@@ -325,12 +326,12 @@ def test_watching_records_a_step_a_snapshot(tmp_path: Path) -> None:
     for _ in range(50):
         engine.run()
     assert engine.recorder is None  # costs nothing until the next snapshot
-    (part,) = runs.parts(tmp_path / "job")
+    (part,) = recorded(tmp_path / "job")
     assert {one.step for one in part.events} == {0, 1, 2}
     watching.publish()
     for _ in range(50):
         engine.run()
-    (part,) = runs.parts(tmp_path / "job")
+    (part,) = recorded(tmp_path / "job")
     assert {one.step for one in part.events if one.step > 2} == {50, 51, 52}
     watching.publish()
     (rank,) = read_job(tmp_path / "job")
@@ -351,13 +352,13 @@ def test_a_traced_engine_is_recorded_all_the_time(tmp_path: Path) -> None:
     for _ in range(50):
         engine.run()
     watching.publish()
-    (part,) = runs.parts(tmp_path)
+    (part,) = recorded(tmp_path)
     assert (len(part.events), part.num_dropped) == (100, 300)
     again = Engine()
     watching.attach(again, About("train"), dict)
     again.run()
     watching.close()
-    (part,) = runs.parts(tmp_path)  # what a trace is made of stays
+    (part,) = recorded(tmp_path)  # what a trace is made of stays
     assert [one.program for one in part.events][-1] == "train#2"
     assert not list(tmp_path.glob("*.json"))
 

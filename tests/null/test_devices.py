@@ -15,7 +15,8 @@ from monoflow.errors import PlanError
 from monoflow.mesh import Placement, placement
 from monoflow.plan.calibration import Calibration, Setting, calibration_path, load_calibration
 from monoflow.plan.cost import Device
-from monoflow.plan.devices import ACHIEVED, DEVICES, LINKS, device_of, is_within_host, machine_for
+from monoflow.plan.devices import ACHIEVED, device_of, is_within_host, machine_for
+from monoflow.plan.sheets import DEVICES, LINKS
 
 
 def mesh(*shape: int, device_type: str = "cuda") -> Placement:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from monoflow.runtime.actors import Engine
 from monoflow.runtime.messages import crossings, fills, held, messages, most_live, waits, without_waiting
 from monoflow.runtime.recorder import Fired
-from monoflow.runtime.ring import EVENTS, NAMES, Ring, read_part
+from monoflow.runtime.ring import Ring, read_part
+from monoflow.runtime.signs import EVENTS, NAMES
 from monoflow.runtime.trace import (
     Breakdown,
     Event,
