@@ -87,7 +87,7 @@ class Engine:
         if self.network.pulled and units is None:
             units = Counter() if board is None else StoreCounter.of_job(placement.size)
         self.firing = Firing(self.network, transport, describe, recorder, units)
-        self.num_steps = 0
+        self.num_steps = self._num_over = 0
         self._marking: Marking | None = None  # of the last step that this thread drove
         self._crew: Crew | None = None
         waits = any(one.channel is HOST for one in self.network.actors)
@@ -99,6 +99,11 @@ class Engine:
     def runs_beside(self) -> bool:
         """Whether a step that was started runs on lanes while its caller goes on."""
         return self._crew is not None
+
+    @property
+    def num_over(self) -> int:
+        """How many went well to their end, of the `num_steps` that began."""
+        return self._num_over if self._crew is None else self._crew.num_over
 
     @property
     def follows(self) -> bool:
@@ -199,6 +204,7 @@ class Engine:
             return self._crew.start(registers, homes)
         with torch.no_grad():
             self._drive(registers)
+        self._num_over += 1
         return Done({rank: registers.take(rank) for rank in self.programs})
 
     def _drive(self, registers: Registers, firing: Firing | None = None) -> None:

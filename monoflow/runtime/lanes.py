@@ -127,6 +127,9 @@ class Crew:
         board: where the other ranks are heard of, if there are others.
         patience: seconds without any firing after which a step fails; 0 to wait for ever.
         one_lane: whether all actors share one thread.
+
+    Attributes:
+        num_over: how many steps went well to their end.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Crew:
         self._failed = ""
         self._is_asked = False  # whether somebody waits for room for another step
         self._stopped = False
-        self._num_steps = 0
+        self._num_steps = self.num_over = 0
 
     @property
     def num_lanes(self) -> int:
@@ -319,6 +322,7 @@ class Crew:
                 self._without_lock(lambda: self._fail(flight, self.network.actors[-1], broken))
         if flight.is_over:  # it failed, here or elsewhere
             return
+        self.num_over += 1
         self._open(flight.progress.end())
         self._end(flight)
         if self._flights and (failed := self._flights[0].broken) is not None:

@@ -232,7 +232,7 @@ def live_with_launcher() -> None:
 def _beat(pulse: int) -> None:
     observer = observing() if observing.cache_info().currsize else None
     with contextlib.suppress(OSError):  # a full disk must not end a job
-        os.pwrite(pulse, f"{observer.num_steps if observer else 0:012}".encode(), 0)
+        os.pwrite(pulse, f"{observer.num_over if observer else 0:012}".encode(), 0)
 
 
 def end_process(status: int) -> NoReturn:

@@ -48,6 +48,11 @@ class Observed(Protocol):
     num_steps: int
     programs: Mapping[int, Program]
 
+    @property
+    def num_over(self) -> int:
+        """How many steps are over, of `num_steps` that began."""
+        ...
+
     def running(self) -> list[tuple[int, str, str, int]]:
         """What fires at this moment: (rank, lane, name, micro-batch)."""
         ...
@@ -149,10 +154,10 @@ class Observer:
                 recording.until = engine.num_steps + 2
 
     @property
-    def num_steps(self) -> int:
-        """How many steps the engines that are watched have taken."""
+    def num_over(self) -> int:
+        """How many steps are over of the engines that are watched."""
         with self._lock:
-            return sum(engine.num_steps for one in self._watched if (engine := one.engine()) is not None)
+            return sum(engine.num_over for one in self._watched if (engine := one.engine()) is not None)
 
     def _wait(self, wait: Wait) -> None:
         """The script waited for something."""

@@ -10,7 +10,7 @@ import signal
 #: Set by `monoflow run` for the ranks it starts: they leave the printing of errors to it.
 LAUNCHER_VARIABLE = "MONOFLOW_LAUNCHER_PID"
 #: Where ranks give signs of life, set by `monoflow run`: a file that is touched, whose text is the number of
-#: steps, and one in which a rank that gets the signal `ASK` says where it stands.
+#: steps that are over, and one in which a rank that gets the signal `ASK` says where it stands.
 WATCH_VARIABLE = "MONOFLOW_WATCH_DIR"
 PULSE, STACKS, ASK = ".pulse", ".stacks", signal.SIGUSR2
 #: A folder in memory that outlives the ranks of this host, set by `monoflow run --elastic`.

@@ -266,7 +266,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        self.num_steps = 0
+        self.num_steps = self.num_over = 0
         self.programs: Mapping[int, Program] = {}
 
     def running(self) -> list[tuple[int, str, str, int]]:
@@ -278,6 +278,7 @@ class Engine:
             if recorder is not None:
                 recorder.record(Fired(*one[2:5], one.rank, *one[5:]))
         self.num_steps += 1
+        self.num_over += 1
 
 
 def observer(folder: Path, trace_events: int = 0) -> Observer:
@@ -342,6 +343,8 @@ def test_watching_records_a_step_a_snapshot(tmp_path: Path) -> None:
     assert program["sent_per_second"]["data"] == pytest.approx(500 * program["steps_per_second"])
     assert program["predicted_bytes"] == 1000
     assert rank.snapshot["memory"] > 1e6
+    engine.num_steps += 1  # one has begun
+    assert watching.num_over == 100
     watching.close()
     assert not (tmp_path / "job").exists() and engine.recorder is None
 

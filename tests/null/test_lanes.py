@@ -107,11 +107,37 @@ def test_a_started_step_goes_on_while_its_caller_does_something_else() -> None:
 
     engine = stream(3, source, lambda x: x * 1, lambda x: x * 1)
     ticket = engine.start({0: [torch.zeros(1)]})
+    assert (engine.num_steps, engine.num_over) == (1, 0)
     may_go.set()
     assert ticket.result()[0][0].tolist() == [3]
+    assert (engine.num_steps, engine.num_over) == (1, 1)
     again = engine.start({0: [torch.ones(1)]})
     last = engine.start({0: [torch.ones(1)]})  # waits for the one before
     assert again.result()[0][0].tolist() == last.result()[0][0].tolist() == [6]
+
+
+@pytest.mark.parametrize("lanes", [True, None])
+def test_steps_are_over_when_they_went_well(lanes: bool | None) -> None:
+    """A job tells a rank that dies before its first step is over from one that dies later."""
+    seen: list[int] = []
+
+    def work(x: Tensor) -> Tensor:
+        seen.append(engine.num_over)
+        if x.item() < 0:
+            raise ValueError("a bug")
+        return x * 1
+
+    made = Hand(0, ONE, 1)
+    start, end = made.given((1,)), made.register((1,))
+    made.compute("work", work, [start], end)
+    made.give(end)
+    engine = Engine({0: made.program()}, ONE, SimTransport(ONE), str, lanes=lanes)
+    if lanes:  # as among other ranks
+        engine._crew = Crew(engine.network, engine.firing, None, 0)
+    engine.run({0: [torch.ones(1)]})
+    with pytest.raises(ValueError, match="a bug"):
+        engine.run({0: [-torch.ones(1)]})
+    assert seen == [0, 1] and engine.num_over == 1
 
 
 def test_lanes_give_the_numbers_of_one_thread() -> None:
