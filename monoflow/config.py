@@ -69,11 +69,11 @@ class Settings:
             verify=_choice(env, "MONOFLOW_VERIFY", {"0": False, "1": True}, "1"),
             cache=env.get("MONOFLOW_CACHE") or f"{env.get('XDG_CACHE_HOME') or '~/.cache'}/monoflow",
             run_dir=env.get("MONOFLOW_RUN_DIR", ""),
-            trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0),
+            trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0, least=0),
             snapshots=env.get("MONOFLOW_SNAPSHOTS", ""),
             lanes=_choice(env, "MONOFLOW_LANES", {"0": False, "1": True}, "1"),
-            plan_seconds=_integer(env, "MONOFLOW_PLAN_SECONDS", 10),
-            watchdog=_integer(env, "MONOFLOW_WATCHDOG", 300),
+            plan_seconds=_integer(env, "MONOFLOW_PLAN_SECONDS", 10, least=0),
+            watchdog=_integer(env, "MONOFLOW_WATCHDOG", 300, least=0),
             link_delay=_link(env.get("MONOFLOW_LINK_DELAY", "")),
             rank=_integer(env, "RANK", 0),
             world_size=world_size,
@@ -101,14 +101,17 @@ def _choice(env: Mapping[str, str], name: str, choices: Mapping[str, bool], defa
     return choices[value]
 
 
-def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+def _integer(env: Mapping[str, str], name: str, default: int, least: int | None = None) -> int:
     value = env.get(name)
     if value is None:
         return default
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
         raise FlowError(f"{name}={value!r} is not an integer") from None
+    if least is not None and number < least:
+        raise FlowError(f"{name}={value!r} is less than {least}")
+    return number
 
 
 def _link(text: str) -> tuple[float, float] | None:

@@ -6,6 +6,7 @@ tests/dist/test_elastic.py fails when they move.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -21,9 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from ..runtime.signs import HANG
 from . import watch
 
-#: Seconds that ranks get to save and end when others join the job.
-JOIN_GRACE = 60
-
 
 class Policy(NamedTuple):
     """What an agent does about failures.
@@ -35,6 +33,7 @@ class Policy(NamedTuple):
         first: of several failures, the (rank, failure) that came first.
         report: what to say of one.
         stood: where ranks stood when others failed, lines.
+        hung: of ranks that were killed in this round, what they did.
     """
 
     watch: Path
@@ -43,14 +42,14 @@ class Policy(NamedTuple):
     first: Callable[[dict[int, ProcessFailure]], tuple[int, ProcessFailure]]
     report: Callable[[int, ProcessFailure], str]
     stood: Sequence[str]
+    hung: dict[int, str]
 
 
 class Agent(LocalElasticAgent):
     """Starts, watches and ends the ranks of one host.
 
-    A job that may re-form starts all its ranks again when one fails. If the same one dies before its first
-    step twice, its place is given up; if one raises the same error before its first step twice, so is the
-    job.
+    A job that may re-form starts all its ranks again when one fails. If the same one dies twice before the
+    first step is over, its place is given up; if one raises the same error twice before that, so is the job.
     """
 
     policy: Policy
@@ -59,51 +58,31 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._slots = list(range(self._worker_group.spec.local_world_size))
         self._last: tuple[int, str] | None = None
-        self._hung: set[int] = set()  # local ranks that were killed in this round
-        self._progress: tuple[dict[int, int], float] = {}, 0.0  # steps taken, and since when so many
+        self._watch = watch.Watch(self.policy.watch, self.policy.patience)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         pids = dict(self._pcontext.pids()) if self._pcontext is not None else {}
-        taken = {local: watch.steps(pid, self.policy.watch) for local, pid in pids.items()}
-        self._end_hung(pids, taken)
+        if (hung := self._watch.look(pids, time.monotonic())) is not None:
+            self._end(hung, pids)
         parent: Any = super()  # its decorator hides its arguments from type checkers
         result: RunResult = parent._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY) and self.policy.least is not None:
-            self._decide(worker_group, result, taken, pids)
+            took_a_step = any(watch.steps(pid, self.policy.watch) for pid in pids.values())
+            self._decide(worker_group, result, took_a_step)
         return result
 
-    def _end_hung(self, pids: dict[int, int], taken: dict[int, int]) -> None:
-        """Kills ranks that give no sign of life, or for which others wait while no step ends."""
-        patience, now = self.policy.patience, time.monotonic()
-        if self._progress[0] != taken:
-            self._progress = taken, now
-        if not patience:
-            return
-        silences = {local: watch.silence(pid, self.policy.watch) for local, pid in pids.items()}
-        silent = {local for local, seconds in silences.items() if seconds >= patience}
-        stands: dict[int, watch.Stand] = {}
-        if silent:
-            stands = watch.stands(pids, self.policy.watch)
-            why = f"gave no sign of life for {max(silences.values()):.0f} s"
-        elif any(taken.values()) and now - self._progress[1] >= patience:
-            self._progress = taken, now
-            stands = watch.stands(pids, self.policy.watch)
-            if any(one.waits for one in stands.values()):
-                silent = {local for local, one in stands.items() if not one.waits} or set(stands)
-            why = f"kept the others waiting for {patience:.0f} s"
-        if not silent - self._hung:
-            return
+    def _end(self, hung: watch.Hung, pids: dict[int, int]) -> None:
+        """Kills ranks that hang."""
         rank_of = {one.local_rank: one.global_rank for one in self._worker_group.workers}
-        names = ", ".join(str(rank_of[local]) for local in sorted(silent))
-        lines = [f"rank {rank_of[local]} {one.text}\n" for local, one in sorted(stands.items())]
-        sys.stderr.write(f"\nrank {names} {why}; this is where the ranks stand:\n{''.join(lines)}")
-        for local in silent:
-            os.kill(pids[local], signal.SIGKILL)
-        self._hung |= silent
+        names = ", ".join(str(rank_of[local]) for local in sorted(hung.ranks))
+        lines = [f"rank {rank_of[local]} {one.text}\n" for local, one in sorted(hung.stands.items())]
+        sys.stderr.write(f"\nrank {names} {hung.why}; this is where the ranks stand:\n{''.join(lines)}")
+        for local in hung.ranks:
+            self.policy.hung[rank_of[local]] = hung.why
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pids[local], signal.SIGKILL)
 
-    def _decide(
-        self, group: WorkerGroup, result: RunResult, taken: dict[int, int], pids: dict[int, int]
-    ) -> None:
+    def _decide(self, group: WorkerGroup, result: RunResult, took_a_step: bool) -> None:
         """Whether the job goes on, and with which ranks."""
         least = self.policy.least
         assert least is not None
@@ -112,14 +91,14 @@ class Agent(LocalElasticAgent):
         message = failure.error_file_data.get("message")
         told = message.get("message", "") if isinstance(message, dict) else ""
         this = -1 if told else self._slots[local], told  # any rank may be the first to meet a bug
-        again = not any(taken.values()) and this == self._last
-        self._last = None if any(taken.values()) else this
+        again = not took_a_step and this == self._last
+        self._last = None if took_a_step else this
         if self._remaining_restarts <= 0:
             return
         if again and (told or len(self._slots) <= least):
             self._remaining_restarts = 0
             return
-        said = self.policy.report(rank, failure) if local not in self._hung else ""
+        said = self.policy.report(rank, failure) if rank not in self.policy.hung else ""
         said += "".join(self.policy.stood) if HANG in told else ""
         if again:
             del self._slots[local]
@@ -133,8 +112,8 @@ class Agent(LocalElasticAgent):
         )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        self._hung.clear()
-        self._progress = {}, time.monotonic()
+        self.policy.hung.clear()
+        self._watch.begin()
         handler: Any = worker_group.spec.rdzv_handler
         if hasattr(handler, "_shared_tcp_store_server"):
             # Ranks join through a store that torch keeps over rounds: in it they would find the addresses of
@@ -146,7 +125,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY and self._pcontext is not None:  # others want to join
             sys.stderr.write("\nother hosts join or leave: the job saves and re-forms\n")
-            self._pcontext.close(signal.SIGTERM, JOIN_GRACE)
+            self._pcontext.close(signal.SIGTERM)
         parent: Any = super()
         parent._restart_workers(worker_group)
 

@@ -26,10 +26,10 @@ from ..config import Settings
 from ..errors import FlowError
 from ..runtime.signs import HANG, SNAPSHOTS_VARIABLE, WATCH_VARIABLE
 from . import runs, watch
-from .agent import JOIN_GRACE, Agent, Policy
+from .agent import Agent, Policy
 from .run import Job
 
-#: Seconds that ranks get to end by themselves: after another rank failed, and after Ctrl-C.
+#: Seconds that ranks get to end by themselves: after another failed; after a signal, or when hosts join.
 FAILURE_GRACE = 10
 INTERRUPT_GRACE = 60
 #: Of a job that re-forms: how often it may, and the seconds in which further hosts may join it.
@@ -48,8 +48,8 @@ def run_ranks(job: Job, command: Sequence[str]) -> int:
         if job.elastic is not None:
             stack.enter_context(_snapshots())
         stood = stack.enter_context(_bounded_shutdown(Path(folder)))
-        patience = Settings.from_env(os.environ).watchdog
-        policy = Policy(Path(folder), patience, _least(job), first_failure, report, stood)
+        patience, killed = Settings.from_env(os.environ).watchdog, dict[int, str]()
+        policy = Policy(Path(folder), patience, _least(job), first_failure, report, stood, killed)
         own = type("HostAgent", (Agent,), {"policy": policy})
         stack.enter_context(mock.patch.object(launcher, "LocalElasticAgent", own))
         try:
@@ -58,7 +58,7 @@ def run_ranks(job: Job, command: Sequence[str]) -> int:
         except ChildFailedError as error:
             rank, failure = first_failure(error.failures)
             hung = HANG in str(failure.error_file_data.get("message"))
-            sys.stderr.write(report(rank, failure) + "".join(stood if hung else ()))
+            sys.stderr.write(report(rank, failure, killed.get(rank)) + "".join(stood if hung else ()))
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
         except SignalException as stopped:
             return 128 + stopped.sigval
@@ -70,47 +70,41 @@ def run_ranks(job: Job, command: Sequence[str]) -> int:
 def _agent_arguments(job: Job, folder: str) -> list[str]:
     single_host = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
     several_hosts = ["--master-port", "29500", *job.agent_options]
-    meeting = several_hosts if _meets_others(job) else [*single_host, "--rdzv-id", str(os.getpid())]
+    meeting = several_hosts if job.meets_others else [*single_host, "--rdzv-id", str(os.getpid())]
     if job.elastic is not None:
-        least, most = job.elastic
-        own = "1:1" if not _meets_others(job) else f"{-(-least // job.num_ranks)}:{most // job.num_ranks}"
+        own = "{}:{}".format(*job.hosts)
         wait = f"last_call_timeout={_LAST_CALL}"
         defaults = ["--nnodes", own, "--rdzv-conf", wait, "--max-restarts", str(_RESTARTS)]
-        meeting = [*defaults, *meeting, *(() if _meets_others(job) else job.agent_options)]
+        meeting = [*defaults, *meeting, *(() if job.meets_others else job.agent_options)]
     return [*meeting, "--nproc-per-node", str(job.num_ranks), "--log-dir", folder, job.script]
-
-
-def _meets_others(job: Job) -> bool:
-    """Whether the job has other hosts, as far as its options say."""
-    meets = any(word.startswith(("--rdzv-", "--master-", "--node-rank")) for word in job.agent_options)
-    return meets or (bool(job.agent_options) and job.elastic is None)
 
 
 def _least(job: Job) -> int | None:
     """How many ranks of this host the job needs at least; None if it needs all."""
     if job.elastic is None:
         return None
-    return 1 if _meets_others(job) else min(job.elastic[0], job.num_ranks)
+    return 1 if job.meets_others else job.elastic[0]
 
 
 @contextmanager
 def _bounded_shutdown(folder: Path) -> Iterator[list[str]]:
     """Bound the time that the agent waits for ranks to end before it kills them.
 
-    Its own bound after a failure (30 s, not an option) would hold the whole job for longer than that. Yields
-    where ranks stood that had not ended by themselves then: lines, of the last failure.
+    Its own bound (30 s, not an option) is too long after a failure, and too short for ranks that are asked to
+    save and end, by a signal to this process or because others join. Yields where ranks stood at the last
+    failure that had not ended by themselves: lines.
     """
     close = PContext.close
     stood: list[str] = []
+    failed: list[PContext] = []
 
     def bounded(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
-        if death_sig == signal.SIGINT or timeout >= JOIN_GRACE:
-            close(self, death_sig, INTERRUPT_GRACE)
-            return
-        stands = watch.stands(self.pids(), folder)
-        if stands:
-            stood[:] = [f"local rank {rank} {one.text}\n" for rank, one in sorted(stands.items())]
-        close(self, death_sig, FAILURE_GRACE)
+        if death_sig is None:  # the agent names none when a rank failed
+            failed[:] = [self]
+            stands = watch.stands(self.pids(), folder)
+            if stands:
+                stood[:] = [f"local rank {rank} {one.text}\n" for rank, one in sorted(stands.items())]
+        close(self, death_sig, FAILURE_GRACE if self in failed else INTERRUPT_GRACE)
 
     with mock.patch.object(PContext, "close", bounded):
         yield stood
@@ -168,12 +162,18 @@ def _extra(failure: ProcessFailure) -> dict:
     return message.get("extraInfo", {}) if isinstance(message, dict) else {}
 
 
-def report(rank: int, failure: ProcessFailure) -> str:
-    """What the user reads about a failed job: rank, host and the rank's own traceback, or how it died."""
+def report(rank: int, failure: ProcessFailure, why: str | None = None) -> str:
+    """What the user reads about a failed job: rank, host and the rank's own traceback, or how it died.
+
+    Args:
+        why: what it had done if this launcher killed it.
+    """
     extra = _extra(failure)
     where = f"rank {rank} on {extra.get('host', socket.gethostname())}"
     if extra:
         return f"\n{where} failed first:\n\n{extra['py_callstack']}"
+    if why is not None:
+        return f"\n{where} {why} and was killed\n"
     if failure.exitcode < 0:
         signal_text = f"signal {-failure.exitcode} ({failure.signal_name()})"
         hint = "; the system may have run out of memory" if failure.exitcode == -signal.SIGKILL else ""

@@ -49,11 +49,41 @@ class Job:
             raise FlowError(f"--trace {self.trace}: there is no folder {self.trace.parent}")
         if self.trace_events < 1:
             raise FlowError(f"--trace-events {self.trace_events}: at least 1 event must be kept")
-        if self.elastic is not None and not 1 <= self.num_ranks <= self.elastic[1]:
+        if self.elastic is not None:
+            self._check_bounds(*self.elastic)
+        elif "--max-restarts" in self.agent_options:
             raise FlowError(
-                f"-n {self.num_ranks} --elastic {self.elastic[0]}:{self.elastic[1]}: this host brings more "
-                "ranks than the job may have"
+                "--max-restarts goes with --elastic MIN:MAX: another job ends when one of its ranks fails"
             )
+
+    def _check_bounds(self, least: int, most: int) -> None:
+        """Whether hosts that bring as many ranks as this one make up what an elastic job may have."""
+        asked = f"-n {self.num_ranks} --elastic {least}:{most}"
+        if self.num_ranks > most:
+            raise FlowError(f"{asked}: this host brings more ranks than the job may have; lower -n")
+        if not self.meets_others and self.num_ranks < least:
+            raise FlowError(
+                f"{asked}: the job needs at least {least} ranks, and this host, which is alone, brings "
+                f"{self.num_ranks}; raise -n, lower MIN, or say where hosts meet (--rdzv-endpoint)"
+            )
+        if self.meets_others and self.hosts[0] > self.hosts[1]:
+            raise FlowError(
+                f"{asked}: no number of hosts of {self.num_ranks} ranks has {least} to {most} ranks; "
+                f"a multiple of {self.num_ranks} must lie between them"
+            )
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether the job has other hosts, as far as its options say."""
+        meets = any(word.startswith(("--rdzv-", "--master-", "--node-rank")) for word in self.agent_options)
+        return meets or (bool(self.agent_options) and self.elastic is None)
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """The least and the most hosts of an elastic job, if all bring as many ranks as this one."""
+        assert self.elastic is not None, "a job that is not elastic has the hosts that it begins with"
+        least, most = self.elastic
+        return (-(-least // self.num_ranks), most // self.num_ranks) if self.meets_others else (1, 1)
 
 
 def run(job: Job) -> int:

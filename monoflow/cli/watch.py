@@ -2,8 +2,8 @@
 
 A rank whose file is left alone for as long as the watchdog waits is taken for hung: it was stopped, or holds
 the interpreter's lock for good. One that sleeps still touches its file, but others wait for it, and no step
-ends: then those that do not wait are the ones. Where a rank stands is what its `faulthandler` writes when it
-gets a signal.
+ends: then those that do not wait are the ones. One whose main thread computes meanwhile is not. Where a rank
+stands is what its `faulthandler` writes when it gets a signal.
 """
 
 from __future__ import annotations
@@ -22,24 +22,12 @@ from typing import NamedTuple
 from ..runtime.signs import ASK, PULSE, STACKS
 
 _ANSWER = 2.0  # seconds that a rank has to say where it stands
+_BUSY = 0.01  # of a core: a main thread that uses as much computes
+_TICKS = os.sysconf("SC_CLK_TCK")
 _PACKAGE = str(Path(__file__).parents[1])
 #: Files in whose functions a rank waits for others.
 _WAITING = ("distributed/distributed_c10d.py", "runtime/lanes.py")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-
-
-def silence(pid: int, folder: Path) -> float:
-    """Seconds since a rank gave a sign of life; 0 where it has not begun to."""
-    with contextlib.suppress(OSError):
-        return max(0.0, time.time() - (folder / f"{pid}{PULSE}").stat().st_mtime)
-    return 0.0
-
-
-def steps(pid: int, folder: Path) -> int:
-    """How many steps a rank of this host has taken since it was started."""
-    with contextlib.suppress(OSError, ValueError):
-        return int((folder / f"{pid}{PULSE}").read_text() or 0)
-    return 0
 
 
 class Stand(NamedTuple):
@@ -53,16 +41,154 @@ class Stand(NamedTuple):
     waits: bool
 
 
+class Process(NamedTuple):
+    """What the system says of a rank.
+
+    Attributes:
+        state: the letter of its state; "" for none that is there, "?" where the system does not say.
+        seconds: of a processor that its main thread has used.
+    """
+
+    state: str
+    seconds: float = 0.0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has not ended."""
+        return self.state not in ("", "Z", "X")
+
+
+def process(pid: int) -> Process:
+    """A rank that this process started; its number may be another's when it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(") ")[2].split()
+        if int(fields[1]) != os.getpid():
+            return Process("")
+        return Process(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS)
+    if not Path("/proc/self/stat").exists():
+        with contextlib.suppress(OSError):
+            os.kill(pid, 0)
+            return Process("?")
+    return Process("")
+
+
+def steps(pid: int, folder: Path) -> int:
+    """How many steps of a rank of this host are over since it was started."""
+    with contextlib.suppress(OSError, ValueError):
+        return int((folder / f"{pid}{PULSE}").read_text() or 0)
+    return 0
+
+
+class _Since(NamedTuple):
+    """A moment, and what a rank's main thread had used of a processor then."""
+
+    moment: float
+    seconds: float
+
+    def idle(self, now: float, used: float) -> float:
+        """Seconds since then; 0 if it computed."""
+        passed = now - self.moment
+        return passed if used - self.seconds < _BUSY * passed else 0.0
+
+
+class Hung(NamedTuple):
+    """Ranks that are to be killed.
+
+    Attributes:
+        why: what they did.
+        stands: where the ranks stand, also others.
+    """
+
+    ranks: frozenset[int]
+    why: str
+    stands: dict[int, Stand]
+
+
+class Watch:
+    """Looks again and again whether the ranks of this host live.
+
+    What is measured is when this process saw something change, by a clock that nobody sets.
+
+    Args:
+        folder: in which ranks give signs of life.
+        patience: seconds without one after which a rank is taken for hung; 0 for no end.
+    """
+
+    def __init__(self, folder: Path, patience: float) -> None:
+        self.folder, self.patience = folder, patience
+        self.begin()
+
+    def begin(self) -> None:
+        """The ranks are started, for the first time or again."""
+        self._signs: dict[int, tuple[int, _Since]] = {}
+        self._taken: dict[int, int] = {}
+        self._since: dict[int, _Since] = {}  # so many steps were over, or their ranks were busy
+        self._told: frozenset[int] = frozenset()
+
+    def look(self, pids: Mapping[int, int], now: float) -> Hung | None:
+        """Which ranks hang, if some do that were not named before.
+
+        Args:
+            pids: by rank.
+            now: seconds, as `time.monotonic`.
+        """
+        found = {rank: process(pid) for rank, pid in pids.items()}
+        there = {rank: one.seconds for rank, one in found.items() if one.is_there}
+        self._note(pids, there, now)
+        hung = self._silent(there, now) or self._waited_for(pids, there, now) if self.patience else None
+        if hung is None or not hung.ranks - self._told:
+            return None
+        self._told |= hung.ranks
+        return hung._replace(stands=hung.stands or stands(pids, self.folder))
+
+    def _note(self, pids: Mapping[int, int], there: Mapping[int, float], now: float) -> None:
+        for rank, used in there.items():
+            with contextlib.suppress(OSError):  # it has not begun to
+                beat = (self.folder / f"{pids[rank]}{PULSE}").stat().st_mtime_ns
+                if rank not in self._signs or self._signs[rank][0] != beat:
+                    self._signs[rank] = beat, _Since(now, used)
+        taken = {rank: steps(pid, self.folder) for rank, pid in pids.items()}
+        if self._taken != taken:
+            self._taken, self._since = taken, {rank: _Since(now, used) for rank, used in there.items()}
+
+    def _silent(self, there: Mapping[int, float], now: float) -> Hung | None:
+        """Those that gave no sign of life."""
+        silent = {}
+        for rank, (beat, since) in self._signs.items():
+            if rank in there and now - since.moment >= self.patience:
+                if idle := since.idle(now, there[rank]):
+                    silent[rank] = idle
+                else:
+                    self._signs[rank] = beat, _Since(now, there[rank])
+        if not silent:
+            return None
+        return Hung(frozenset(silent), f"gave no sign of life for {max(silent.values()):.0f} s", {})
+
+    def _waited_for(self, pids: Mapping[int, int], there: Mapping[int, float], now: float) -> Hung | None:
+        """Those for which others wait while no step ends."""
+        first = min((since.moment for since in self._since.values()), default=now)
+        if not any(self._taken.values()) or now - first < self.patience:
+            return None
+        found = stands(pids, self.folder)
+        since, self._since = self._since, {rank: _Since(now, used) for rank, used in there.items()}
+        if not any(one.waits for one in found.values()):
+            return None
+        own = {rank for rank, one in found.items() if not one.waits}
+        idle = {rank for rank in own if rank in since and since[rank].idle(now, there[rank])}
+        ranks = frozenset(idle if own else found)
+        return Hung(ranks, f"kept the others waiting for {self.patience:.0f} s", found) if ranks else None
+
+
 def stands(pids: Mapping[int, int], folder: Path) -> dict[int, Stand]:
     """Where ranks stand that are still there.
 
     Args:
         pids: by rank. Those that are stopped are made to go on, for which they have no time left.
     """
-    states = {rank: _state(pid) for rank, pid in pids.items()}
+    found = {rank: process(pid) for rank, pid in pids.items()}
     asked: dict[int, int] = {}
     for rank, pid in pids.items():
-        if states[rank] not in ("", "Z") and (folder / f"{pid}{STACKS}").exists():
+        if found[rank].is_there and (folder / f"{pid}{STACKS}").exists():
             with contextlib.suppress(OSError):
                 os.truncate(folder / f"{pid}{STACKS}", 0)
                 os.kill(pid, ASK)
@@ -74,22 +200,12 @@ def stands(pids: Mapping[int, int], folder: Path) -> dict[int, Stand]:
             time.sleep(0.05)  # the rest of the last one
             break
         time.sleep(0.02)
-    found = {}
+    answers = {}
     for rank, pid in asked.items():
-        is_stopped = states[rank] in ("T", "t")
+        is_stopped = found[rank].state in ("T", "t")
         place, waits = _place(pid, folder)
-        found[rank] = Stand("was stopped by a signal, " * is_stopped + place, waits and not is_stopped)
-    return found
-
-
-def _state(pid: int) -> str:
-    """The letter of a process' state, "" for none that is there."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    with contextlib.suppress(OSError):
-        os.kill(pid, 0)
-        return "?"
-    return ""
+        answers[rank] = Stand("was stopped by a signal, " * is_stopped + place, waits and not is_stopped)
+    return answers
 
 
 def _place(pid: int, folder: Path) -> tuple[str, bool]:

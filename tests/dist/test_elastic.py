@@ -139,5 +139,16 @@ def test_bounds_are_checked(tmp_path: Path) -> None:
         with pytest.raises(FlowError, match=f"--elastic {text}: write the least and the most"):
             elastic_bounds(text)
     (tmp_path / "a.py").touch()
+    script, meeting = str(tmp_path / "a.py"), ("--rdzv-endpoint", "host:1")
     with pytest.raises(FlowError, match=r"-n 4 --elastic 1:2: this host brings more ranks than"):
-        Job(4, str(tmp_path / "a.py"), (), elastic=(1, 2))
+        Job(4, script, (), elastic=(1, 2))
+    with pytest.raises(
+        FlowError, match=r"-n 2 --elastic 4:8: the job needs at least 4 .* brings 2; raise -n, lower MIN, or say"
+    ):
+        Job(2, script, (), elastic=(4, 8))
+    assert Job(2, script, (), meeting, elastic=(4, 8)).hosts == (2, 4)
+    assert Job(4, script, (), elastic=(4, 8)).hosts == (1, 1)
+    with pytest.raises(FlowError, match=r"-n 8 --elastic 9:15: no number of hosts of 8 ranks has 9 to 15 ranks"):
+        Job(8, script, (), meeting, elastic=(9, 15))
+    with pytest.raises(FlowError, match=r"--max-restarts goes with --elastic MIN:MAX"):
+        Job(2, script, (), ("--max-restarts", "3"))

@@ -85,6 +85,7 @@ def test_settings_come_from_the_environment() -> None:
             r"MONOFLOW_LOG='plan,plane' names \['plane'\]; the stages are capture",
         ),
         ({"MONOFLOW_VERIFY": "maybe"}, "MONOFLOW_VERIFY='maybe' is not one of 0, 1"),
+        ({"MONOFLOW_WATCHDOG": "-1"}, "MONOFLOW_WATCHDOG='-1' is less than 0"),
         ({"RANK": "first"}, "RANK='first' is not an integer"),
         ({"MONOFLOW_LINK_DELAY": "fast"}, "MONOFLOW_LINK_DELAY='fast' is not seconds .*such as 2e-4:1e-8"),
         ({"MONOFLOW_LINK_DELAY": "-1:0"}, "MONOFLOW_LINK_DELAY='-1:0' is not seconds"),
