@@ -1,6 +1,7 @@
 """Checkpoints: logical tensors in files that fit any layout; every rank writes and reads its parts."""
 
 from .checkpointer import Checkpointer
+from .every import Every
 from .group import Alone, Group, first_does, group_of, together
 from .index import INDEX
 from .loading import check, fill, misfits, whole
@@ -18,6 +19,7 @@ __all__ = [
     "Checkpoint",
     "Checkpointer",
     "Contents",
+    "Every",
     "Group",
     "Saver",
     "Shadow",

@@ -10,9 +10,13 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
 class Every:
-    """How often to save: `steps`, or `seconds`, or neither."""
+    """How often to save: `steps`, or `seconds`, or neither.
 
-    def __init__(self, every: int | str | None) -> None:
+    Args:
+        name: what the argument is called, in the error.
+    """
+
+    def __init__(self, every: int | str | None, name: str = "every") -> None:
         self.steps = self.seconds = None
         found = (
             re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|sec|min|h)\s*", every) if isinstance(every, str) else None
@@ -22,4 +26,4 @@ class Every:
         elif found is not None and float(found[1]) > 0:
             self.seconds = float(found[1]) * _SECONDS[found[2]]
         elif every is not None:
-            raise CheckpointError(f'every={every!r} is neither a number of steps nor a time such as "10min"')
+            raise CheckpointError(f'{name}={every!r} is neither a number of steps nor a time such as "10min"')

@@ -34,8 +34,8 @@ class Shadow:
         every: how often.
     """
 
-    def __init__(self, folder: str, group: Group, every: int | str) -> None:
-        self.folder, self.every = folder, Every(every)
+    def __init__(self, folder: str, group: Group, every: Every) -> None:
+        self.folder, self.every = folder, every
         self.saver = Saver(group)
         self._asking = group_of(group.ranks)  # a writer talks through the other, at a time of its own
         self._last = time.monotonic()

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..checkpoint import (
     Checkpointer,
+    Every,
     Saver,
     Shadow,
     candidates,
@@ -119,6 +120,7 @@ def checkpointer(
     Raises:
         CheckpointError: an argument makes no sense, or what is there does not fit the step.
     """
+    often = Every(snapshot_every, "snapshot_every")
     ranks, settings = step.ranks, Settings.from_env(os.environ)
     memory = folder_of(settings.snapshots, str(path)) if settings.snapshots else None
     if settings.num_hosts > 1:  # a host that is lost would take its part along
@@ -126,7 +128,7 @@ def checkpointer(
     folders = [memory, str(path)] if memory else [str(path)]
     if resume:
         _resume(step, folders, stream, extra)
-    shadow = Shadow(memory, group_of(ranks), snapshot_every) if memory else None
+    shadow = Shadow(memory, group_of(ranks), often) if memory else None
     series = Checkpointer(
         path,
         lambda: contents_of(step, stream, extra),

@@ -25,6 +25,7 @@ from monoflow.checkpoint import (
     Checkpoint,
     Checkpointer,
     Contents,
+    Every,
     Saver,
     Shadow,
     checkpoints,
@@ -301,7 +302,7 @@ def test_ranks_share_the_work_and_the_errors(run_ranks: RunRanks, tmp_path: Path
 
 def snapshots(path: Path) -> list[int]:
     """One rank that is asked for the next snapshot while the first rank is still writing the last."""
-    shadow = Shadow(str(path), group_of((0, 1)), 1)
+    shadow = Shadow(str(path), group_of((0, 1)), Every(1))
     begin, go = LocalTarget.begin, threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalTarget, "begin", lambda *args: (go.wait(20), begin(*args)))

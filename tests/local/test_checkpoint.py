@@ -586,6 +586,8 @@ def test_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_intervals_are_refused(every: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="neither a number of steps nor a time"):
         flow.checkpointer(tmp_path, build(), every=every)
+    with pytest.raises(CheckpointError, match=f"snapshot_every={every!r} is neither a number of steps"):
+        flow.checkpointer(tmp_path, build(), snapshot_every=every)
 
 
 def test_rests_of_a_job_that_died_are_removed(tmp_path: Path) -> None:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import monoflow as flow
-from monoflow.checkpoint import Alone, Contents, Saver, Shadow, candidates, checkpoints, folder_of, open_whole
+from monoflow.checkpoint import (
+    Alone,
+    Contents,
+    Every,
+    Saver,
+    Shadow,
+    candidates,
+    checkpoints,
+    folder_of,
+    open_whole,
+)
 from monoflow.checkpoint.index import INDEX, VERSION, checksum
 from monoflow.checkpoint.local import LocalTarget
 from monoflow.checkpoint.series import path_of, prune
@@ -193,7 +203,7 @@ def contents(number: int) -> Contents:
 
 
 def test_one_snapshot_at_a_time_of_which_the_newest_stays(go: threading.Event, tmp_path: Path) -> None:
-    shadow = Shadow(str(tmp_path), Alone(), 2)
+    shadow = Shadow(str(tmp_path), Alone(), Every(2))
     assert [number for number in range(1, 5) if shadow.is_due(number)] == [2, 4] and not shadow.is_late()
     shadow.save(2, lambda: contents(2))
     shadow.save(4, lambda: contents(4))  # the first is being written: it is left out
@@ -209,7 +219,7 @@ def test_one_snapshot_at_a_time_of_which_the_newest_stays(go: threading.Event, t
 def test_snapshots_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("monoflow.checkpoint.shadow.time.monotonic", lambda: now)
-    shadow = Shadow(str(tmp_path), Alone(), "30s")
+    shadow = Shadow(str(tmp_path), Alone(), Every("30s"))
     now = 129.0
     assert not shadow.is_late()
     now = 130.0
@@ -222,7 +232,7 @@ def test_snapshots_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_snapshots_end_where_memory_is_short_and_the_job_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shadow = Shadow(str(tmp_path), Alone(), 1)
+    shadow = Shadow(str(tmp_path), Alone(), Every(1))
     shadow.save(1, lambda: contents(1))
     shadow.wait()
     with monkeypatch.context() as patch:
