@@ -111,23 +111,26 @@ def _bounded_shutdown(folder: Path) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _snapshots() -> Iterator[None]:
-    """Within: ranks have a folder in memory for snapshots, which outlives them and not this process."""
-    root = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    if root is None:
+def _snapshots(root: Path = Path("/dev/shm")) -> Iterator[None]:
+    """Within: ranks have a folder in memory for snapshots, which outlives them and not this process.
+
+    It is for this user alone: a checkpoint is in it. Where there is no such memory, there is none.
+    """
+    if not root.is_dir():
         yield
         return
     prefix = f"monoflow-{socket.gethostname()}-"
     for left in root.glob(f"{prefix}*"):  # of launchers that were killed
-        pid = left.name.rpartition("-")[2].split(".")[0]
+        pid = left.name.removeprefix(prefix).partition("-")[0]
         if pid.isdigit() and not runs.is_alive(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
-    folder = root / f"{prefix}{os.getpid()}"
-    os.environ[SNAPSHOTS_VARIABLE] = str(folder)
+    folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=root)
+    os.environ[SNAPSHOTS_VARIABLE] = folder
     try:
         yield
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.environ.pop(SNAPSHOTS_VARIABLE, None)
 
 
 def first_failure(failures: dict[int, ProcessFailure]) -> tuple[int, ProcessFailure]:

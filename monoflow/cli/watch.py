@@ -201,7 +201,9 @@ def stands(pids: Mapping[int, int], folder: Path) -> dict[int, Stand]:
             break
         time.sleep(0.02)
     answers = {}
-    for rank, pid in asked.items():
+    for rank, pid in pids.items():
+        if not found[rank].is_there:
+            continue
         is_stopped = found[rank].state in ("T", "t")
         place, waits = _place(pid, folder)
         answers[rank] = Stand("was stopped by a signal, " * is_stopped + place, waits and not is_stopped)
@@ -220,7 +222,7 @@ def _place(pid: int, folder: Path) -> tuple[str, bool]:
                 waits = any(file.endswith(_WAITING) for file, _, _ in frames)
                 inside = f", inside {Path(inner[0]).name}:{inner[1]} {inner[2]}" * (own != inner)
                 return text + inside, waits
-    return "and did not say where", False
+    return "did not say where it stands", False
 
 
 def _is_users(file: str) -> bool:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -81,17 +81,19 @@ def _backend(device_type: str) -> str:
     return backend
 
 
-#: What is called, once, before this process leaves its job.
+#: What is called before this process leaves its job.
 _BEFORE_LEAVING: dict[Callable[[], None], None] = {}
 
 
 def before_leaving(call: Callable[[], None]) -> None:
-    """Has something called before this process leaves its job; may raise, which fails the process."""
+    """Has something called, once, before this process leaves its job; may raise, which fails the process."""
     _BEFORE_LEAVING[call] = None
 
 
 def _call_before_leaving() -> None:
-    for call in list(_BEFORE_LEAVING):
+    while _BEFORE_LEAVING:
+        call = next(iter(_BEFORE_LEAVING))
+        del _BEFORE_LEAVING[call]
         call()
 
 
@@ -211,18 +213,17 @@ def live_with_launcher() -> None:
     """Give the launcher signs of life, and end soon after it is gone, however it died."""
     launcher = int(os.environ[LAUNCHER_VARIABLE])
     folder = os.environ.get(WATCH_VARIABLE)
-    pulse = -1
+    pulse, stacks, before = -1, "", signal.getsignal(ASK)
     if folder is not None:
         own = os.path.join(folder, str(os.getpid()))
-        pulse = os.open(f"{own}{PULSE}", os.O_CREAT | os.O_WRONLY)
-        faulthandler.register(
-            ASK, os.open(f"{own}{STACKS}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), all_threads=True
-        )
+        pulse, stacks = os.open(f"{own}{PULSE}", os.O_CREAT | os.O_WRONLY), f"{own}{STACKS}"
+        faulthandler.register(ASK, os.open(stacks, os.O_CREAT | os.O_WRONLY | os.O_APPEND), all_threads=True)
 
     def live() -> None:
         while os.getppid() == launcher:
             if pulse >= 0:
                 _beat(pulse)
+                _answer_if_asked(stacks, before)
             time.sleep(1)
         os._exit(1)
 
@@ -233,6 +234,17 @@ def _beat(pulse: int) -> None:
     observer = observing() if observing.cache_info().currsize else None
     with contextlib.suppress(OSError):  # a full disk must not end a job
         os.pwrite(pulse, f"{observer.num_over if observer else 0:012}".encode(), 0)
+
+
+def _answer_if_asked(stacks: str, before: Any) -> None:
+    """Takes away the file by which the launcher may ask where this rank stands if the script took the signal.
+
+    Args:
+        before: its handler when the rank began, as Python has it.
+    """
+    if signal.getsignal(ASK) != before:
+        with contextlib.suppress(OSError):
+            os.unlink(stacks)
 
 
 def end_process(status: int) -> NoReturn:

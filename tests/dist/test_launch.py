@@ -14,6 +14,7 @@ import pytest
 
 from monoflow.cli.ranks import first_failure, report
 from monoflow.errors import PlacementError
+from monoflow.runtime import launch
 from monoflow.runtime.launch import _device_index
 from tests.conftest import RunCli, cli_environment
 
@@ -235,6 +236,23 @@ class Failure:
 def test_first_failure(failures, first: int) -> None:
     assert first_failure(failures)[0] == first
     assert report(first, failures[first]).startswith(f"\nrank {first} on ")
+
+
+def test_what_is_to_be_called_before_leaving_is_called_once() -> None:
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_BEFORE_LEAVING", {})
+        launch.before_leaving(lambda: called.append("a"))
+
+        def fails() -> None:
+            called.append("b")
+            raise ValueError("no")
+
+        launch.before_leaving(fails)
+        with pytest.raises(ValueError, match="no"):
+            launch.destroy_process_group()
+        launch.destroy_process_group()
+    assert called == ["a", "b"]
 
 
 @pytest.mark.parametrize(("count", "local_rank", "index"), [(4, 3, 3), (1, 3, 0)])

@@ -88,7 +88,7 @@ class Job:
 
     def snapshots(self) -> list[Path]:
         """The folders of snapshots in memory."""
-        return [one for one in Path("/dev/shm").glob(f"monoflow-*-{self.process.pid}/*") if one.is_dir()]
+        return [one for one in Path("/dev/shm").glob(f"monoflow-*-{self.process.pid}-*/*") if one.is_dir()]
 
     def ask(self, what: str) -> None:
         """Asks the script for something, by a file of that name."""

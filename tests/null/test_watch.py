@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,7 +22,8 @@ from monoflow.cli import watch
 from monoflow.cli.agent import Agent, Policy
 from monoflow.cli.ranks import FAILURE_GRACE, INTERRUPT_GRACE, first_failure, report
 from monoflow.cli.watch import Hung, Process, Stand, Watch, process
-from monoflow.runtime.signs import PULSE, STACKS
+from monoflow.runtime.launch import _answer_if_asked
+from monoflow.runtime.signs import ASK, PULSE, SNAPSHOTS_VARIABLE, STACKS
 
 PATIENCE = 10
 
@@ -188,8 +190,27 @@ def test_where_ranks_stand(start: Callable[[str], subprocess.Popen], tmp_path: P
     until(lambda: watch.stands({4: child.pid}, tmp_path) == {4: Stand(place, False)})
     os.kill(child.pid, signal.SIGSTOP)
     until(lambda: process(child.pid).state == "T")
-    found = watch.stands({4: child.pid, 5: 1}, tmp_path)
+    found = watch.stands({4: child.pid, 5: 1}, tmp_path)  # the other is none of ours
     assert found == {4: Stand(f"was stopped by a signal, {place}", False)}
+
+
+def test_a_script_may_take_the_signal_by_which_ranks_are_asked(
+    start: Callable[[str], subprocess.Popen], tmp_path: Path
+) -> None:
+    stacks, before = tmp_path / f"1{STACKS}", signal.getsignal(ASK)
+    stacks.touch()
+    _answer_if_asked(str(stacks), before)
+    assert stacks.exists()
+    try:
+        signal.signal(ASK, lambda *_: None)
+        for _ in range(2):
+            _answer_if_asked(str(stacks), before)
+            assert not stacks.exists()
+    finally:
+        signal.signal(ASK, before)
+    child = start("import time\ntime.sleep(100)")  # whom it would end
+    assert watch.stands({0: child.pid}, tmp_path) == {0: Stand("did not say where it stands", False)}
+    assert child.poll() is None
 
 
 STACK = """Current thread 0x1 (most recent call first):
@@ -206,7 +227,7 @@ def test_a_rank_in_a_collective_waits(tmp_path: Path) -> None:
     )
     place = "at /home/me/train.py:3 in evaluate, inside distributed_c10d.py:7 barrier"
     assert watch._place(9, tmp_path) == (place, True)
-    assert watch._place(8, tmp_path) == ("and did not say where", False)
+    assert watch._place(8, tmp_path) == ("did not say where it stands", False)
 
 
 # --- the agent -----------------------------------------------------------------------------------------
@@ -286,6 +307,36 @@ def test_the_same_error_twice_before_the_first_step_ends_the_job(tmp_path: Path)
     assert agent._remaining_restarts == 9
     agent._decide(group, failed(0, 1, "KeyError: b"), took_a_step=False)  # whichever rank meets it
     assert agent._remaining_restarts == 0
+
+
+# --- the memory of snapshots ---------------------------------------------------------------------------
+
+
+def test_the_memory_of_snapshots_is_for_this_user_and_this_job(
+    start: Callable[[str], subprocess.Popen], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = start("")
+    ended.wait()
+    prefix = f"monoflow-{socket.gethostname()}-"
+    left = [
+        f"{prefix}{ended.pid}",
+        f"{prefix}{ended.pid}-ab_c1",
+        f"{prefix}{os.getpid()}-x",
+        f"{prefix}x",
+        "other",
+    ]
+    for name in left:
+        (tmp_path / name / "step-1").mkdir(parents=True)
+    monkeypatch.setenv(SNAPSHOTS_VARIABLE, "")
+    with launched._snapshots(tmp_path):
+        folder = Path(os.environ[SNAPSHOTS_VARIABLE])
+        assert folder.parent == tmp_path and folder.name.startswith(f"{prefix}{os.getpid()}-")
+        assert folder.name not in left and folder.stat().st_mode & 0o777 == 0o700
+        (folder / "step-2").mkdir()
+        assert {one.name for one in tmp_path.iterdir()} == {folder.name, *left[2:]}
+    assert {one.name for one in tmp_path.iterdir()} == set(left[2:])
+    with launched._snapshots(tmp_path / "none"):
+        assert SNAPSHOTS_VARIABLE not in os.environ
 
 
 # --- how ranks are ended -------------------------------------------------------------------------------
