@@ -297,7 +297,7 @@ def lower_step(
     lowered = lower(made, ranks, device, observe)
     num_tasks = len(next(iter(lowered.programs.values())).tasks)
     log.info("lowered %s: %d tasks in %.2f s", made.graph.name, num_tasks, time.perf_counter() - start)
-    return use_compiled(lowered, mode, device, library)
+    return use_compiled(lowered, mode, library)
 
 
 def load(captured: Captured, lowered: Lowered, mesh: DeviceMesh | None) -> Compiled:

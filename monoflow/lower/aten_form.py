@@ -27,10 +27,11 @@ from ..sbp.ops.batch_norm import (
     local_batch_norm_backward_kernels,
     local_batch_norm_kernels,
 )
+from ..sbp.rules import embedding  # noqa: F401 - defines the op below
 from .inductor import decompositions, without_repeats
 
 aten = torch.ops.aten
-check_index = torch.ops.monoflow.check_index.default  # of sbp/rules/embedding.py
+check_index = torch.ops.monoflow.check_index.default
 Tensor = torch.Tensor
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +22,7 @@ from ..log import stage_logger
 from ..runtime.origin import failing_node
 from ..runtime.program import Task
 from .compiled import CompiledTask, Library, compiled
-from .inductor import missing_compiler
+from .inductor import NoCompiler, Submit
 from .lower import Lowered
 from .pieces import Look
 from .touched_rows import touched_rows
@@ -40,26 +44,18 @@ def check_mode(mode: object) -> str:
 def use_compiled(
     lowered: Lowered,
     mode: str,
-    device: torch.device,
     library: Library | None = None,
 ) -> Lowered:
     """The same programs with tasks that are compiled, and tables of which only touched rows are updated.
 
-    Says so where there is no compiler.
-
     Args:
         mode: one of MODES.
-        device: where the tasks run.
         library: code that is there already, of other plans for example.
 
     Raises:
         FlowError: there is no such mode.
     """
     check_mode(mode)
-    problem = missing_compiler(device) if mode != "off" else ""
-    if problem:
-        stage_logger("lower").warning("steps run op by op: %s", problem)
-        mode = "off"
     modules = {node.name: info_of(node).module for node in lowered.plan.graph.calls()}
     library = Library() if library is None else library
     builder = Builder(library, modules.get, describer(lowered.plan.graph), mode == "background")
@@ -118,9 +114,12 @@ class Builder:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._left = threading.Event()
+        self.submit = _on_threads(_num_cores(), beside)
 
     def add(self, function: TaskFunction) -> None:
         """Takes in a task that is to be compiled."""
+        if self._left.is_set():
+            return
         if not self.beside:
             function.compile()
             return
@@ -151,9 +150,54 @@ class Builder:
         while thread is not None and thread.is_alive():
             thread.join()
 
+    def give_up(self) -> None:
+        """Nothing can be compiled here."""
+        self._left.set()
+
     def is_wanted(self) -> bool:
-        """Whether code is still of use: not when the process ends."""
+        """Whether code is still of use: not when the process ends, or none can be made."""
         return not self._left.is_set()
+
+
+@cache
+def _tell_once(problem: str) -> None:
+    stage_logger("lower").warning("steps run op by op: %s", problem)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _on_threads(num: int, behind: bool) -> Submit:
+    """What calls functions on threads, so many at a time, that end with the process.
+
+    Args:
+        behind: whether the machine does everything else first.
+    """
+    turn = threading.Semaphore(num)
+
+    def submit(function: Callable[[], None]) -> Future:
+        future: Future = Future()
+
+        def work() -> None:
+            with turn:
+                try:
+                    if behind:
+                        _go_behind()
+                    future.set_result(function())
+                except BaseException as error:
+                    future.set_exception(error)
+
+        threading.Thread(target=work, name="monoflow C++", daemon=True).start()
+        return future
+
+    return submit
+
+
+def _go_behind() -> None:
+    """Lets the machine do everything else before this thread and the processes that it starts."""
+    if sys.platform == "linux":  # where a thread has a priority of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 class TaskFunction:
@@ -191,6 +235,11 @@ class TaskFunction:
         builder = self._builder
         try:
             made = compiled(self._module, self._looks, builder.library, builder.module_of, builder.describe)
+            made.build(builder.submit, builder.is_wanted)
+        except NoCompiler as error:
+            builder.give_up()
+            _tell_once(str(error))
+            return
         except Exception as error:  # whatever the compiler meets: the ops themselves still run
             first = next((node.name for node in self.graph.nodes if node.op == "call_function"), "")
             what = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
@@ -198,6 +247,5 @@ class TaskFunction:
                 "%s and what follows run op by op: %s", builder.describe(first), what
             )
             return
-        made.build(builder.is_wanted)
         if builder.is_wanted():
             self._compiled = made

@@ -7,7 +7,8 @@ lies the same way, so that one can stand for the other at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -18,7 +19,16 @@ from ..log import stage_logger
 from ..runtime.origin import failing_node
 from ..runtime.program import TIME
 from .aten_form import IndexCheck, IndexOutOfRange, aten_form, check_indices
-from .inductor import Function, compile_graph, one_at_a_time
+from .inductor import (
+    Compiling,
+    Function,
+    NoCompiler,
+    Submit,
+    compile_graph,
+    missing_compiler,
+    one_at_a_time,
+)
+from .kept import digest, find, keep
 from .pieces import Look, Piece, cut, layer_of_module, prepared
 
 Tensor = torch.Tensor
@@ -35,8 +45,11 @@ class Code:
         self._piece = piece
         self._looks = [Look.of(node.meta["val"]) for node in piece.inputs]
         self.name = next((node.name for node in piece.nodes), "")
+        self.device = next((look.device for look in self._looks), torch.device("cpu"))
         self._function: Function | None = None
         self._checks: tuple[IndexCheck, ...] = ()
+        self._name: str | None = None
+        self._compiling: tuple[tuple[IndexCheck, ...], Compiling] | None = None
         self.tried = False
         self.problem = ""
 
@@ -44,18 +57,51 @@ class Code:
     def is_compiled(self) -> bool:
         return self._function is not None
 
-    def build(self) -> None:
-        """Compiles it; leaves it as it is, with a `problem`, where that fails."""
+    def begin(self, submit: Submit) -> None:
+        """Takes the code that is kept of such pieces, or begins to compile it; `finish` ends that.
+
+        Where it fails, all is left as it is, with a `problem`.
+
+        Raises:
+            NoCompiler: nothing is kept, and there is no compiler.
+        """
         self.tried = True
+        self._name = digest(self._piece.key) if self.device.type == "cpu" else None
+        kept = find(self._name) if self._name is not None else None
+        if kept is not None:
+            self._use(
+                kept.function, [IndexCheck(a, b, self._piece.nodes[at].name) for a, b, at in kept.checks]
+            )
+            return
+        missing = missing_compiler(self.device)
+        if missing:
+            raise NoCompiler(missing)
         fakes = [node.meta["val"] for node in self._piece.inputs]
-        try:
+        with self._noting_problems():
             form = aten_form(self._piece.module, fakes)
             with one_at_a_time(form.module, fakes):
-                function = compile_graph(form.module, fakes)
+                self._compiling = form.checks, compile_graph(form.module, fakes, submit)
+
+    def finish(self) -> None:
+        """Waits for what was begun, and keeps it for later runs."""
+        if self._compiling is None:
+            return
+        (checks, compiling), self._compiling = self._compiling, None
+        with self._noting_problems():
+            function, library = compiling()
+            if self._name is not None and library is not None:
+                keep(self._name, library, [(one.low, one.size, self.position(one.node)) for one in checks])
+            self._use(function, checks)
+
+    @contextmanager
+    def _noting_problems(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # whatever the compiler meets: the ops themselves still run
             self.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            return
-        self._checks, self._function = form.checks, function
+
+    def _use(self, function: Function, checks: Sequence[IndexCheck]) -> None:
+        self._checks, self._function = tuple(checks), function
 
     def position(self, node: str) -> int:
         """The place of a node of the piece that was compiled; its like has the same place in others."""
@@ -147,20 +193,27 @@ class CompiledTask:
                 )
             )
 
-    def build(self, is_wanted: Callable[[], bool] = lambda: True) -> None:
+    def build(self, submit: Submit, is_wanted: Callable[[], bool] = lambda: True) -> None:
         """Compiles the code of its pieces, where nobody has tried yet.
 
         Args:
+            submit: has a part of the work done on other threads, beside the rest.
             is_wanted: asked before each.
+
+        Raises:
+            NoCompiler: some code is needed, and there is no compiler.
         """
         log = stage_logger("lower")
+        start = perf_counter()
+        begun: dict[Code, _Step] = {}
         for step in self.steps:
-            code = step.code
-            if code is None or code.tried or not is_wanted():
-                continue
-            start = perf_counter()
-            code.build()
-            log.debug("compiled %s in %.2f s", code.name, perf_counter() - start)
+            if step.code is not None and not step.code.tried and is_wanted():
+                begun[step.code] = step
+                step.code.begin(submit)
+        for code, step in begun.items():
+            if is_wanted():
+                code.finish()
+            log.debug("%s is ready after %.2f s", code.name, perf_counter() - start)
             if code.problem:
                 origin = self._describe(step.piece.nodes[0].name)
                 log.warning("%s and what follows run op by op: %s", origin, code.problem)

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from math import prod
 from types import FunctionType
@@ -63,28 +63,32 @@ class Look(NamedTuple):
 
 @dataclass(eq=False)
 class Piece:
-    """A part of a task.
+    """A part of a task, a function from the list of its inputs to the list of its outputs (`task_module`).
 
     Attributes:
         nodes: of the task's graph, in order.
         is_call: whether it is called op by op and not compiled.
-        module: from the list of its inputs to the list of its outputs, as `task_module` makes it.
         inputs: nodes of the task's graph; `outputs`, too.
         key: equal for pieces of equal structure.
     """
 
     nodes: list[fx.Node]
     is_call: bool = False
-    module: fx.GraphModule = field(init=False)
     inputs: list[fx.Node] = field(init=False)
     outputs: list[fx.Node] = field(init=False)
     key: tuple = field(init=False)
 
-    def finish(self, used_after: set[fx.Node]) -> None:
-        """Works out what goes in and out."""
+    def finished(self) -> Piece:
+        """Works out what goes in and out of its nodes, now that all are there."""
         own = set(self.nodes)
         self.inputs = list(dict.fromkeys(x for n in self.nodes for x in n.all_input_nodes if x not in own))
-        self.outputs = [node for node in self.nodes if node in used_after]
+        self.outputs = [node for node in self.nodes if any(user not in own for user in node.users)]
+        self.key = _key(self)
+        return self
+
+    @cached_property
+    def module(self) -> fx.GraphModule:
+        """Its nodes alone. Who has code for them never asks."""
         graph, env = fx.Graph(), {}
         for node in self.inputs:
             env[node] = graph.placeholder(node.target if node.target == TIME else node.name)  # type: ignore[arg-type]
@@ -92,8 +96,7 @@ class Piece:
         for node in self.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
         graph.output([env[node] for node in self.outputs])
-        self.module = task_module(graph)
-        self.key = _key(self)
+        return task_module(graph)
 
 
 def prepared(module: fx.GraphModule, inputs: Sequence[Look]) -> fx.Graph:
@@ -249,13 +252,30 @@ def _num_bytes(node: fx.Node) -> int:
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
     """Puts neighbours together that have no like; leaves the smallest pieces uncompiled."""
-    _finish(pieces)
+    pieces = _split([piece.finished() for piece in pieces])
     count = Counter(piece.key for piece in pieces)
     pieces = _together(pieces, lambda piece: not piece.is_call and count[piece.key] == 1)
-    _finish(pieces)
     for piece in pieces:
         piece.is_call |= len(piece.nodes) < _LEAST_COMPILED
     return [piece for piece in pieces if piece.outputs or piece.is_call]
+
+
+def _split(pieces: Sequence[Piece]) -> list[Piece]:
+    """Cuts off what follows in a piece that begins as others do, such as gradients of the model's input."""
+    count = Counter(piece.key for piece in pieces if not piece.is_call)
+    several = {key: piece for piece in pieces if count[key := piece.key] > 1}
+    lengths = sorted({len(piece.nodes) for piece in several.values()}, reverse=True)
+    made: list[Piece] = []
+    for piece in pieces:
+        made.append(piece)
+        if piece.is_call or piece.key in several:
+            continue
+        for length in (one for one in lengths if one < len(piece.nodes)):
+            first = Piece(piece.nodes[:length]).finished()
+            if first.key in several:
+                made[-1:] = first, Piece(piece.nodes[length:]).finished()
+                break
+    return made
 
 
 def _together(pieces: Sequence[Piece], belong: Callable[[Piece], bool]) -> list[Piece]:
@@ -263,16 +283,10 @@ def _together(pieces: Sequence[Piece], belong: Callable[[Piece], bool]) -> list[
     made: list[Piece] = []
     for does, group in groupby(pieces, key=belong):
         if does:
-            made.append(Piece([node for piece in group for node in piece.nodes]))
+            made.append(Piece([node for piece in group for node in piece.nodes]).finished())
         else:
             made += group
     return made
-
-
-def _finish(pieces: Sequence[Piece]) -> None:
-    where = {node: number for number, piece in enumerate(pieces) for node in piece.nodes}
-    for number, piece in enumerate(pieces):
-        piece.finish({n for n in piece.nodes if any(where.get(user) != number for user in n.users)})
 
 
 def _key(piece: Piece) -> tuple:
@@ -287,6 +301,8 @@ def _key(piece: Piece) -> tuple:
             return "dict", *((key, plain(one)) for key, one in value.items())
         if isinstance(value, slice):
             return "slice", value.start, value.stop, value.step
+        if isinstance(value, Tensor):
+            return Itself(value)
         return type(value), repr(value)  # 0.0 is not -0.0, and 1 not True
 
     return (
@@ -320,4 +336,17 @@ def _value_key(value: Any) -> Any:
         return dict, *((key, _value_key(one)) for key, one in value.items())
     if isinstance(value, Hashable) and not isinstance(value, Tensor):
         return type(value), value, repr(value)
-    return id(value)
+    return Itself(value)
+
+
+@dataclass(frozen=True, eq=False)
+class Itself:
+    """What nothing else is like, in this run or another."""
+
+    value: Any = field(repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

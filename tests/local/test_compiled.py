@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import monoflow as flow
+from monoflow.lower import compiled, kept
 from monoflow.lower.building import TaskFunction
 
 ONE = flow.placement("cpu", [0])
@@ -69,12 +71,12 @@ def losses(step: Any, num: int) -> list[float]:
 def test_compiled_ahead_or_beside_it_trains_as_op_by_op():
     step, model = training("off")
     expected = losses(step, 4)
-    ahead, compiled_model = training("ahead")
+    ahead, other_model = training("ahead")
     assert losses(ahead, 4) == pytest.approx(expected, rel=1e-5)
     assert all(function.is_compiled for function in functions(ahead))
     codes = ahead._library.codes.values()
     assert codes and not [code.problem for code in codes if code.problem]
-    for one, other in zip(compiled_model.parameters(), model.parameters(), strict=True):
+    for one, other in zip(other_model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
     beside, _ = training("background")
@@ -85,6 +87,39 @@ def test_compiled_ahead_or_beside_it_trains_as_op_by_op():
         assert function.is_compiled
     found += [beside(batch()).item() for _ in range(2)]
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_later_run_takes_the_code_that_is_kept_and_compiles_what_is_damaged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(kept, "cache_folder", lambda: tmp_path)
+    step, _ = training("ahead")
+    expected = losses(step, 2)
+    libraries = sorted(tmp_path.glob("*.so"))
+    assert len(libraries) == len(step._library.codes)
+
+    tried = []
+
+    def refuse(*args: Any) -> Any:
+        tried.append(args)
+        raise NotImplementedError("it is to be compiled")
+
+    monkeypatch.setattr(compiled, "compile_graph", refuse)
+    later, _ = training("ahead")
+    assert losses(later, 2) == expected
+    assert not tried and all(code.is_compiled for code in later._library.codes.values())
+    wrong = batch()
+    wrong["ids"][0, 0] = 12
+    with pytest.raises(IndexError, match="index 12 is out of range for 12") as caught:
+        later(wrong)
+    assert any("test_compiled.py" in note for note in caught.value.__notes__)
+
+    code = libraries[0].read_bytes()
+    libraries[0].unlink()  # this process has it mapped
+    libraries[0].write_bytes(code[:-1])
+    damaged, _ = training("ahead")
+    assert losses(damaged, 2) == pytest.approx(expected, rel=1e-5)
+    assert len(tried) == 1
 
 
 def test_a_label_out_of_range_is_an_error_that_names_the_line_not_the_end_of_the_process():

@@ -8,16 +8,20 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
-from torch._inductor import cpp_builder, exc
+from torch._inductor import config, cpp_builder, exc
+from torch._inductor.runtime import cache_dir_utils
 
 from monoflow.lower import building, compiled, inductor
 from monoflow.lower.compiled import Library
+from monoflow.lower.inductor import Compiling, Submit
 from monoflow.lower.local import update_in_place
 from monoflow.lower.pieces import Look, draw_at_once, layer_of_module
 from monoflow.runtime.program import task_module
@@ -28,7 +32,7 @@ aten, own = torch.ops.aten, torch.ops.monoflow
 Tensor = torch.Tensor
 
 
-def op_by_op(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[[list[Tensor]], Sequence[Tensor]]:
+def op_by_op(module: fx.GraphModule, inputs: Sequence[Tensor], submit: Submit) -> Compiling:
     """Stands in for the compiler."""
 
     def run(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -36,7 +40,14 @@ def op_by_op(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[[list
         tensors.clear()
         return module(*given)
 
-    return run
+    return lambda: (run, None)
+
+
+def at_once(function: Callable[[], None]) -> Future:
+    """Stands in for threads."""
+    future: Future = Future()
+    future.set_result(function())
+    return future
 
 
 @pytest.fixture
@@ -114,7 +125,7 @@ def test_a_compiled_task_computes_what_the_ops_do_and_takes_its_inputs():
     expected = layers.module.forward(layers.inputs())
     for build in (False, True):
         if build:
-            task.build()
+            task.build(at_once)
         given = layers.inputs()
         found = task.forward(given)
         assert given == []
@@ -128,7 +139,7 @@ def test_a_compiled_task_computes_what_the_ops_do_and_takes_its_inputs():
 def test_inputs_that_lie_otherwise_are_laid_out_and_other_shapes_refused():
     layers = Layers()
     task = layers.compiled()
-    task.build()
+    task.build(at_once)
     given = layers.inputs()
     expected = layers.module.forward(layers.inputs())
     given[3] = given[3].t().contiguous().t()
@@ -162,7 +173,7 @@ def test_updates_are_written_in_place():
     weight, x = torch.randn(3, 3), torch.randn(3, 3)
     expected = weight - 0.5 * (lambda y: [y := y.sin() for _ in range(8)][-1])(x @ weight)
     task = compiled.compiled(module, [Look.of(weight), Look.of(x)], Library())
-    task.build()
+    task.build(at_once)
     _, updated = task.forward([weight, x])
     torch.testing.assert_close(weight, expected)
     assert updated.data_ptr() == weight.data_ptr()
@@ -190,7 +201,7 @@ def test_an_index_out_of_range_is_named(op: str, size: int, wrong: int):
     task = compiled.compiled(
         task_module(graph), [Look.of(table), Look.of(right)], Library(), describe=lambda name: f"<{name}>"
     )
-    task.build()
+    task.build(at_once)
     torch.testing.assert_close(task.forward([table, right]), task_module(graph).forward([table, right]))
     with pytest.raises(IndexError, match=f"index {wrong} is out of range for {size} rows") as caught:
         task.forward([table, torch.tensor([[0, wrong], [3, 3]])])
@@ -209,15 +220,15 @@ def test_random_numbers_at_once_are_those_of_the_op():
 def test_what_does_not_compile_runs_op_by_op_and_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    def fails(module: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+    def fails(module: fx.GraphModule, inputs: Sequence[Tensor], submit: Submit) -> Any:
         raise NotImplementedError("no kernel for this\nmore lines")
 
     monkeypatch.setattr(compiled, "compile_graph", fails)
     layers = Layers()
     task = layers.compiled()
     with caplog.at_level(logging.WARNING, "monoflow.lower"):
-        task.build()
-        task.build()
+        task.build(at_once)
+        task.build(at_once)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 1 and "NotImplementedError: no kernel for this" in told[0] and "<mm>" in told[0]
     torch.testing.assert_close(task.forward(layers.inputs()), layers.module.forward(layers.inputs()))
@@ -283,6 +294,54 @@ def test_a_compiler_is_there_or_its_lack_is_told(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
     assert "C++ compiler" in inductor.missing_compiler(torch.device("cpu"))
+
+
+def test_the_folder_is_torchs_own_and_settings_are_what_differs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert inductor.cache_folder() == Path(cache_dir_utils.default_cache_dir(), "monoflow")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
+    assert inductor.cache_folder() == Path("/elsewhere/monoflow")
+
+    before = inductor.settings()
+    with config.patch({"cpp.simdlen": 256}):
+        assert "simdlen=256" in inductor.settings() and "simdlen" not in before
+    assert inductor.settings() == before
+
+
+def test_without_a_compiler_it_is_told_once_and_ops_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(compiled, "missing_compiler", lambda device: "there is no C++ compiler")
+    building._tell_once.cache_clear()
+    layers = Layers()
+    with caplog.at_level(logging.WARNING, "monoflow.lower"):
+        for beside in (False, True):
+            made = builder(beside)
+            for function in (building.TaskFunction(layers.module, made) for _ in range(2)):
+                for _ in range(2):
+                    expected = layers.module.forward(layers.inputs())
+                    torch.testing.assert_close(function.forward(layers.inputs()), expected)
+                made.join()
+                assert not function.is_compiled
+    building._tell_once.cache_clear()
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["steps run op by op: there is no C++ compiler"]
+
+
+def test_what_begins_as_layers_do_is_cut_behind_that():
+    layers = Layers()
+    *_, loss, _ = list(layers.graph.nodes)
+    with layers.graph.inserting_before(loss):
+        x = layers.graph.call_function(aten.sum.dim_IntList, (loss.args[0], [0]))
+    layers.modules[x.name] = "blocks.2"
+    results: Any = layers.graph.output_node().args[0]
+    layers.graph.output_node().args = ([*results, x],)
+    layers.module = task_module(layers.graph)
+    task = layers.compiled()
+    shared = [step.code for step in task.steps if len(step.piece.nodes) > 30]
+    assert len(shared) == 3 and len(set(shared)) == 1
+    expected = layers.module.forward(layers.inputs())
+    torch.testing.assert_close(task.forward(layers.inputs()), expected)
 
 
 def test_an_op_is_done_once_on_the_same_arguments():
