@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graph.rewrite import add_call
+from .results import Call, Results
 
 aten = torch.ops.aten
 _PROXY = torch._C._TorchDispatchModeKey.PROXY  # pyright: ignore[reportAttributeAccessIssue]
@@ -32,6 +33,7 @@ _PLAIN = (
     bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 _RESULTS = ("Tensor", "Optional[Tensor]", "List[Tensor]", "List[Optional[Tensor]]")
+_DEVICE = torch.ops.prim.device.default
 _OTHERWISE = (aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default)
 
 
@@ -44,6 +46,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}  # of the ops that may take the short way; "" for the others
+        self._results = Results()
 
     def call(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Runs an op and adds its node to the trace, in whichever way."""
@@ -59,17 +62,25 @@ class Recorder:
         if not name or proxies is None:
             return NotImplemented
         tracer: Any = proxies.tracer
+        call = Call(func)
         try:
-            node_args = tuple(_as_node(value, tracer.tensor_tracker) for value in args)
-            node_kwargs = {key: _as_node(value, tracer.tensor_tracker) for key, value in kwargs.items()}
+            node_args = tuple(_as_node(value, tracer.tensor_tracker, call) for value in args)
+            node_kwargs = {
+                key: _as_keyword(key, value, tracer.tensor_tracker, call) for key, value in kwargs.items()
+            }
         except _Unusual:
             return NotImplemented
-        torch._C._unset_dispatch_mode(_PROXY)
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            torch._C._set_dispatch_mode(proxies)
-        _follow(result, add_call(tracer.graph, func, node_args, node_kwargs, name), tracer)
+        found = self._results.of(call)
+        if found is None:
+            torch._C._unset_dispatch_mode(_PROXY)
+            try:
+                result = func(*args, **kwargs)
+                self._results.learn(call, func, result)
+            finally:
+                torch._C._set_dispatch_mode(proxies)
+            found = result, _snapshots(result)
+        result, kept = found
+        _follow(result, kept, add_call(tracer.graph, func, node_args, node_kwargs, name), tracer)
         return result
 
 
@@ -87,8 +98,15 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if is_question(func, args):
+            return args[0].fake_device
         kwargs = kwargs or {}
         return func(*args, **kwargs) if func in self.others else self.recorder.call(func, args, kwargs)
+
+
+def is_question(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an op only asks for the device of a fake, which is no op of a trace."""
+    return func is _DEVICE and type(args[0]) is FakeTensor
 
 
 def _name(func: Any) -> str:
@@ -104,34 +122,50 @@ def _name(func: Any) -> str:
     return fx.Graph()._target_to_str(func.overloadpacket.__name__)
 
 
-def _as_node(value: Any, tracked: Any) -> Any:
-    """An argument with nodes for its tensors. Raises _Unusual for all but fakes without a known value."""
+def _as_node(value: Any, tracked: Any, call: Call) -> Any:
+    """An argument with nodes for its tensors, noted in `call`.
+
+    Raises _Unusual for all but fakes without a known value.
+    """
     if isinstance(value, torch.Tensor):
-        slot = tracked.get(value) if isinstance(value, FakeTensor) and value.constant is None else None
+        if not isinstance(value, FakeTensor) or value.constant is not None:
+            raise _Unusual
+        slot = tracked.get(value)
         if slot is None or slot.constant is not None:
             raise _Unusual
+        call.tensor(value)
         return slot.proxy.node
     if isinstance(value, (list, tuple)):
-        found = [_as_node(one, tracked) for one in value]
+        call.several(value)
+        found = [_as_node(one, tracked, call) for one in value]
         return found if isinstance(value, list) else tuple(found)
     if type(value) not in _PLAIN:
         raise _Unusual
+    call.value(value)
     return value
 
 
-def _follow(result: Any, node: fx.Node, tracer: Any) -> Any:
-    """Makes the trace know what a node gave; returns the fakes that its metadata keeps."""
-    kept: Any = None
+def _as_keyword(name: str, value: Any, tracked: Any, call: Call) -> Any:
+    call.value(name)
+    return _as_node(value, tracked, call)
+
+
+def _snapshots(result: Any) -> Any:
+    """Fakes of the same memory as results, for the trace to keep."""
+    if isinstance(result, (list, tuple)):
+        return type(result)(_snapshots(one) for one in result)
+    return snapshot_fake(result) if isinstance(result, torch.Tensor) else None
+
+
+def _follow(result: Any, kept: Any, node: fx.Node, tracer: Any) -> None:
+    """Makes the trace know what a node gave, and keep a fake of it."""
+    node.meta["val"] = kept
     if isinstance(result, torch.Tensor):
-        kept = snapshot_fake(result)
         set_proxy_slot(result, tracer, _ProxyTensor(fx.Proxy(node, tracer), None))
     elif isinstance(result, (list, tuple)):
-        kept = type(result)(
-            None if one is None else _follow(one, _picked(node, index), tracer)
-            for index, one in enumerate(result)
-        )
-    node.meta["val"] = kept
-    return kept
+        for index, (one, snapshot) in enumerate(zip(result, kept, strict=True)):
+            if one is not None:
+                _follow(one, snapshot, _picked(node, index), tracer)
 
 
 def _picked(node: fx.Node, index: int) -> fx.Node:
