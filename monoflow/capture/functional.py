@@ -1,7 +1,7 @@
 """A traced function without writes: every in-place op becomes its functional form, in sum form.
 
-Private parts of torch used here: the functional wrappers of `torch.func.functionalize`, and the nodes that a
-trace keeps for tensors. tests/null/test_functional.py fails when they move.
+Private parts of torch used here: the functional wrappers of `torch.func.functionalize`, its interpreter, and
+the nodes that a trace keeps for tensors. tests/null/test_functional.py fails when they move.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack as below_functionalization
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, track_tensor
+from torch.fx.experimental.proxy_tensor import (
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    snapshot_fake,
+    track_tensor,
+)
 
 from ..graph.rewrite import add_call
 from ..graph.step_graph import info_of, is_getitem
 from .record import Recording
 from .sum_form import table
-from .writes import Written, writes
+from .writes import Written, functional_form, writes
 
 aten = torch.ops.aten
 
@@ -47,15 +54,21 @@ def functionalize(
     forms = table(batch_stats)
     written = Written(traced.graph, fakes) if copy_nodes else None
 
+    placeholders = (node for node in traced.graph.nodes if node.op == "placeholder")
+    inputs = dict(zip(placeholders, fakes, strict=True))
+    # The others need no trace to follow them: it takes longer over an input than over any other node.
+    followed = [node for node in inputs if written is None or not written.is_renamed(node)]
+
     def run(*values: torch.Tensor) -> Any:
-        replay = _Replay(traced, forms, written, [_node_of(value) for value in values])
-        if not copy_nodes or not values:
-            return replay(values)
+        replay = _Replay(traced, forms, written)
+        given = dict(zip(followed, values, strict=True))
+        if written is None or not fakes:
+            return replay(inputs, given)
         with fakes[0].fake_mode, Recording(others=forms):  # pyright: ignore[reportAttributeAccessIssue]
-            return replay(values)
+            return replay(inputs, given)
 
     with torch.no_grad(), _use_lazy_graph_module(True):
-        made = make_fx(run, decomposition_table=forms)(*(fake.detach() for fake in fakes))
+        made = make_fx(run, decomposition_table=forms)(*(inputs[node].detach() for node in followed))
     for node in made.graph.nodes:
         # Views of what was written are taken anew after the last node has run.
         if node.op == "call_function" and "info" not in node.meta:
@@ -71,54 +84,131 @@ class _Replay:
     """Runs a traced graph under another trace and hands each node's origin to the nodes it becomes.
 
     A node whose op stays what it is, whose results no op writes to before all have read them, and whose
-    arguments look as they did, is copied with the fake values it has. Only the others run again: most of a
-    model is copied.
+    arguments look as they did, is copied with the fake values it has. A write that is only a name becomes its
+    functional form, and what that gives is read in the tensor's place. Only the others run again, under
+    torch's functionalization: most of a model is copied.
 
     Args:
         written: tells what is written to; None if every node is to run.
-        inputs: the placeholders of the trace that is under way.
     """
 
     def __init__(
-        self,
-        traced: fx.GraphModule,
-        forms: Mapping[Any, Callable],
-        written: Written | None,
-        inputs: Sequence[fx.Node],
+        self, traced: fx.GraphModule, forms: Mapping[Any, Callable], written: Written | None
     ) -> None:
         self.traced, self.forms, self.written = traced, forms, written
-        self.inputs = inputs
+        self.inputs: dict[fx.Node, fx.Node] = {}  # the placeholders of both traces
         self.ran: dict[fx.Node, Any] = {}  # values, wrapped for functionalization
         self.copies: dict[fx.Node, fx.Node] = {}
         self.names: dict[Any, str] = {}
 
-    def __call__(self, values: Sequence[torch.Tensor]) -> Any:
-        return torch.func.functionalize(self._run, remove="mutations")(*values)
+    def __call__(
+        self, inputs: Mapping[fx.Node, torch.Tensor], followed: Mapping[fx.Node, torch.Tensor]
+    ) -> Any:
+        """Replays the graph.
 
-    def _run(self, *values: torch.Tensor) -> Any:
-        given = iter(zip(self.inputs, values, strict=True))
+        Args:
+            inputs: what stands for each of its placeholders, in order.
+            followed: those of them that are inputs of the trace under way, as it knows them.
+        """
+        graph = self.graph
+        for number, (node, fake) in enumerate(inputs.items()):
+            if node in followed:
+                made = _node_of(followed[node])
+                graph._root.prev.append(made)
+            else:
+                made = self.copies[node] = graph.create_node("placeholder", f"input{number}")
+                made.meta["val"] = snapshot_fake(fake)
+            self.inputs[node] = made
+
+        def run(*wrapped: torch.Tensor) -> Any:
+            self.ran.update(zip(followed, wrapped, strict=True))
+            return self._run()
+
+        results = torch.func.functionalize(run, remove="mutations")(*followed.values())
+        self._write_back()
+        return self.results if self.written is not None else results
+
+    def _run(self) -> Any:
         for node in self.traced.graph.nodes:
-            if node.op == "placeholder":
-                self.copies[node], self.ran[node] = next(given)
-                if self.written is None or self.written.touches(node):
-                    del self.copies[node]
-            elif node.op == "call_function":
+            if node.op == "call_function":
                 self._run_node(node)
             elif node.op == "get_attr":
                 self.ran[node] = getattr(self.traced, str(node.target))
-        return fx.map_arg(self.traced.graph.output_node().args[0], self._value)
+        results = self.traced.graph.output_node().args[0]
+        if self.written is None:
+            return fx.map_arg(results, self._value)
+        self.results = fx.map_arg(results, self._plain)
+        return ()
 
-    def _run_node(self, node: fx.Node) -> None:
+    def _write_back(self) -> None:
+        """Ends the trace with a write to every input that has another value, in order, as torch does."""
+        graph = self.graph
+        writes = (node for node in graph.nodes if node.target is aten.copy_.default and not node.users)
+        done = {node.args[0]: node for node in writes}
+        for before, made in self.inputs.items():
+            if made in done:
+                graph._root.prev.append(done[made])
+            elif self.copies.get(before, made) is not made:
+                name = self._name(aten.copy_.default)
+                write = add_call(graph, aten.copy_.default, (made, self.copies[before]), {}, name)
+                write.meta["val"] = made.meta["val"]
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The trace under way."""
         proxies = get_proxy_mode()
         assert proxies is not None
-        root = proxies.tracer.graph._root
+        return proxies.tracer.graph
+
+    def _run_node(self, node: fx.Node) -> None:
+        root = self.graph._root
         before = root.prev
-        if not self._copied(node, proxies.tracer.graph):
+        if not self._renamed(node) and not self._copied(node):
             self.ran[node] = self._called(node)
         made = root.prev
         while made is not before and made is not root:
             made.meta["info"] = info_of(node)
             made = made.prev
+
+    # --- writes that are only names -------------------------------------------------------------------
+
+    def _renamed(self, node: fx.Node) -> bool:
+        """Runs the functional form of a write, if that is all there is to it."""
+        if self.written is None or not self.written.renames(node):
+            return False
+        form = functional_form(node.target)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)  # type: ignore[misc]
+        targets: Any = [node.args[0]] if isinstance(node.args[0], fx.Node) else node.args[0]
+        with below_functionalization():
+            results = form(*args, **kwargs)
+            for target, result in zip(
+                targets, results if isinstance(results, (list, tuple)) else [results], strict=True
+            ):
+                before = target.meta["val"]
+                if result.dtype != before.dtype:
+                    result = aten._to_copy.default(result, dtype=before.dtype, layout=before.layout)
+                own = self.written.itself(target)
+                self.copies[own] = _node_of(result)
+                self.ran.pop(own, None)
+        return True
+
+    def _plain(self, node: fx.Node) -> Any:
+        """The present value of a node, as the trace under way knows it."""
+        own = self._itself(node)
+        if own in self.copies:
+            return self._tracked(self.copies[own])
+        value = self.ran[own]
+        return _unwrapped(value) if isinstance(value, torch.Tensor) else value
+
+    def _itself(self, node: fx.Node) -> fx.Node:
+        return node if self.written is None else self.written.itself(node)
+
+    def _tracked(self, copy: fx.Node) -> Any:
+        value = copy.meta["val"]
+        tracer = get_proxy_mode().tracer  # pyright: ignore[reportOptionalMemberAccess]
+        if isinstance(value, torch.Tensor) and get_proxy_slot(value, tracer, None) is None:
+            track_tensor(value, fx.Proxy(copy, tracer), constant=None, tracer=tracer)
+        return value
 
     # --- nodes that run again -------------------------------------------------------------------------
 
@@ -129,7 +219,7 @@ class _Replay:
             # Here, above functionalization: torch's decompositions write in place.
             result = self.forms[node.target](*args, **kwargs)
             for source in node.all_input_nodes if self.written is not None else ():
-                kept = source not in self.copies or not _was_written(self._value(source))
+                kept = self._itself(source) not in self.copies or not _was_written(self._value(source))
                 assert kept, f"{node} writes to {source}, and its op does not say so"
         if result is NotImplemented:
             target: Any = node.target
@@ -138,21 +228,17 @@ class _Replay:
 
     def _value(self, node: fx.Node) -> Any:
         """The value of a node, for an op that runs."""
-        if node not in self.ran:
-            self.ran[node] = self._wrapped(node.meta["val"], self.copies[node])
-        return self.ran[node]
-
-    def _wrapped(self, value: Any, copy: fx.Node) -> Any:
-        """The fake value of a copied node as the trace under way knows it."""
-        if not isinstance(value, torch.Tensor):
-            return value
-        tracer = get_proxy_mode().tracer  # pyright: ignore[reportOptionalMemberAccess]
-        track_tensor(value, fx.Proxy(copy, tracer), constant=None, tracer=tracer)
-        return _functorch._wrap_functional_tensor(value, _functorch.peek_interpreter_stack().level())
+        own = self._itself(node)
+        if own not in self.ran:
+            value = self._tracked(self.copies[own])
+            if isinstance(value, torch.Tensor):
+                value = _functorch._wrap_functional_tensor(value, _functorch.peek_interpreter_stack().level())
+            self.ran[own] = value
+        return self.ran[own]
 
     # --- nodes that are copied ------------------------------------------------------------------------
 
-    def _copied(self, node: fx.Node, graph: fx.Graph) -> bool:
+    def _copied(self, node: fx.Node) -> bool:
         """Copies the node into the trace under way, if it is one to copy."""
         if self.written is None or not self._stays(node):
             return False
@@ -160,7 +246,7 @@ class _Replay:
         if not all(_looks_alike(source, copy) for source, copy in sources.items()):
             return False
         args, kwargs = fx.map_arg((node.args, node.kwargs), sources.__getitem__)  # type: ignore[misc]
-        copy = add_call(graph, node.target, args, kwargs, self._name(node, graph))
+        copy = add_call(self.graph, node.target, args, kwargs, self._name(node.target))
         copy.meta["val"] = node.meta["val"]
         self.copies[node] = copy
         return True
@@ -183,18 +269,17 @@ class _Replay:
 
     def _source(self, node: fx.Node) -> fx.Node | None:
         """The node that has the present value of an argument in the trace under way, if one has."""
-        copy = self.copies.get(node)
-        if copy is not None:
-            return copy
-        value = self.ran[node]
+        own = self._itself(node)
+        if own in self.copies:
+            return self.copies[own]
+        value = self.ran[own]
         return _node_of(_unwrapped(value)) if isinstance(value, torch.Tensor) else None
 
-    def _name(self, node: fx.Node, graph: fx.Graph) -> str:
+    def _name(self, op: Any) -> str:
         """What a trace calls this op's nodes."""
-        op: Any = node.target
         if op not in self.names:
             name = op.overloadpacket.__name__ if isinstance(op, torch._ops.OpOverload) else op.__name__
-            self.names[op] = graph._target_to_str(name)
+            self.names[op] = self.graph._target_to_str(name)
         return self.names[op]
 
 
