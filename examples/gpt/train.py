@@ -2,6 +2,7 @@
 
 python examples/gpt/train.py
 monoflow run -n 2 examples/gpt/train.py --plan tensor --hf llama
+monoflow run -n 2 --elastic 1:2 examples/gpt/train.py --save runs/gpt/checkpoints
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import os
 import sys
 import time
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 
@@ -46,6 +48,8 @@ def parse() -> argparse.Namespace:
     training.add_argument("--plan", help="auto (the default), data, zero, tensor")
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, help="folder for model.safetensors (default runs/gpt)")
+    output.add_argument("--save", type=Path, help="folder for checkpoints; goes on from the newest in it")
+    output.add_argument("--save-every", default="1min", help="steps, or a time such as 10min")
     output.add_argument("--losses", type=Path, help="write the loss curve, a line `step loss` each")
     output.add_argument("--compare", type=Path, help="end with the deviation from another --losses file")
     output.add_argument("--no-sample", action="store_true", help="train only: no sample, nothing saved")
@@ -88,15 +92,25 @@ def main() -> int:
             return model(**batch).loss
 
     num_steps = args.stop_after or args.steps
-    batches = forever(
-        flow.stream(windows(train_text, args.context), args.batch, seed=args.seed, drop_last=True)
-    )
-    losses: list[float] = []
+    stream = flow.stream(windows(train_text, args.context), args.batch, seed=args.seed, drop_last=True)
+    curve = Curve()
+    losses = curve.losses
     model.train()
-    with progress_bar(console) as progress, flow.stop_on_interrupt() as stop:
-        bar = progress.add_task("training", total=num_steps, loss=math.nan, speed=0.0)
+    with ExitStack() as stack:
+        saves = None
+        if args.save:
+            every = int(args.save_every) if args.save_every.isdigit() else args.save_every
+            state = {"schedule": schedule, "curve": curve}
+            saves = stack.enter_context(
+                flow.checkpointer(args.save, train_step, stream=stream, extra=state, every=every)
+            )
+            if losses:
+                console.print(f"going on after step {len(losses)}")
+        progress = stack.enter_context(progress_bar(console))
+        stop = stack.enter_context(flow.stop_on_interrupt())
+        bar = progress.add_task("training", total=num_steps, completed=len(losses), loss=math.nan, speed=0.0)
         start = time.perf_counter()
-        for batch in islice(batches, num_steps):
+        for batch in islice(forever(stream), max(0, num_steps - len(losses))):
             losses.append(train_step(batch).item())
             schedule.step()
             now = time.perf_counter()
@@ -105,7 +119,10 @@ def main() -> int:
             progress.update(bar, advance=1, loss=losses[-1], speed=speed)
             if len(losses) % max(1, num_steps // 10) == 0:
                 progress.console.print(f"step {len(losses):5}  loss {losses[-1]:.4f}  {speed:,.0f} tokens/s")
+            saved = saves is not None and saves.after_step()
             if interrupted := stop():
+                if saves is not None and not saved:
+                    saves.save()
                 break
         else:
             interrupted = False
@@ -140,6 +157,19 @@ def main() -> int:
             written = sample(fresh, args.context, b"def ", 200).decode(errors="replace")
             console.out(f"a sample:\n{written}")
     return 130 if interrupted else 0
+
+
+class Curve:
+    """The losses of all steps. A checkpoint keeps them, so that what goes on writes the whole curve."""
+
+    def __init__(self):
+        self.losses: list[float] = []
+
+    def state_dict(self):
+        return {"losses": torch.tensor(self.losses, dtype=torch.float64)}
+
+    def load_state_dict(self, state):
+        self.losses[:] = state["losses"].tolist()
 
 
 def forever(stream):

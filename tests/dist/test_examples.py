@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -80,22 +83,51 @@ def test_golden_losses_of_gpt(run_cli: RunCli, tmp_path: Path, num_ranks: int, p
         assert sampled.stdout.startswith(b"def ") and len(sampled.stdout) >= len(b"def ") + 20
 
 
-def test_interrupted_training_saves(tmp_path: Path) -> None:
-    options = [*shlex.split(SMALL["gpt"]), "--steps", "200", "--losses", "losses.txt"]
-    command = [sys.executable, "-m", "monoflow.cli", "run", "-n", "2", str(script("gpt")), *options]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=cli_environment(), cwd=tmp_path
-    ) as job:
-        assert job.stdout is not None
+@contextmanager
+def training(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """The GPT on two ranks."""
+    words = [*shlex.split(SMALL["gpt"]), "--steps", "200", "--losses", "losses.txt"]
+    command = [sys.executable, "-m", "monoflow.cli", "run", "-n", "2", "--elastic", "1:2", str(script("gpt"))]
+    job = subprocess.Popen(
+        [*command, *words, *options],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cli_environment(), cwd=folder,
+    )  # fmt: skip
+    with job:
+        yield job
+        job.kill()
+
+
+def read_until(job: subprocess.Popen[str], text: str) -> None:
+    assert job.stdout is not None
+    line = job.stdout.readline()
+    while text not in line:
+        assert line, f"it ended without {text!r}"
         line = job.stdout.readline()
-        while "step    20" not in line:
-            assert line, "it ended before its 20th step"
-            line = job.stdout.readline()
+
+
+def test_interrupted_and_killed_training_goes_on(tmp_path: Path) -> None:
+    saving = ("--plan", "data", "--save", "saves", "--save-every", "15")
+    with training(tmp_path, *saving) as job:
+        read_until(job, "step    20")
         job.send_signal(signal.SIGINT)
         output, errors = job.communicate(timeout=60)
     assert (job.returncode, errors) == (130, "")
-    steps = re.search(r"interrupted after (\d+) steps", output)
-    assert steps is not None and 20 <= int(steps[1]) < 200
-    assert len(losses(tmp_path / "losses.txt")) == int(steps[1])
+    found = re.search(r"interrupted after (\d+) steps", output)
+    assert found is not None and 20 <= (interrupted := int(found[1])) < 200
+    assert len(losses(tmp_path / "losses.txt")) == interrupted
     assert (tmp_path / "runs" / "gpt" / "model.safetensors").is_file()
+
+    with training(tmp_path, *saving) as job:
+        read_until(job, f"going on after step {interrupted}")
+        read_until(job, "step ")
+        children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        os.kill(next(int(pid) for pid, words in commands.items() if b"train.py" in words), signal.SIGKILL)
+        read_until(job, "going on after step ")
+        output, errors = job.communicate(timeout=60)
+    assert job.returncode == 0 and errors.count("the job re-forms with 2 ranks") == 1, errors
+    (tmp_path / "plain").mkdir()
+    with training(tmp_path / "plain", "--plan", "data") as job:
+        job.communicate(timeout=60)
+    assert losses(tmp_path / "losses.txt") == losses(tmp_path / "plain" / "losses.txt")
+    assert len(losses(tmp_path / "losses.txt")) == 200
