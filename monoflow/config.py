@@ -29,6 +29,7 @@ class Settings:
             `monoflow run --trace`); 0 for no trace.
         snapshots: a folder in memory that outlives the ranks of this host (MONOFLOW_SNAPSHOTS, set by
             `monoflow run --elastic`); "" for none.
+        life: how often the ranks of this job were started before (MONOFLOW_LIFE, set by `monoflow run`).
         lanes: whether compute and every channel of moves have a thread of their own (MONOFLOW_LANES, on
             unless 0).
         plan_seconds: seconds of work that planning may take beside the search itself, counted in what is done
@@ -49,6 +50,7 @@ class Settings:
     run_dir: str = ""
     trace_events: int = 0
     snapshots: str = ""
+    life: int = 0
     lanes: bool = True
     plan_seconds: int = 10
     watchdog: int = 300
@@ -71,6 +73,7 @@ class Settings:
             run_dir=env.get("MONOFLOW_RUN_DIR", ""),
             trace_events=_integer(env, "MONOFLOW_TRACE_EVENTS", 0, least=0),
             snapshots=env.get("MONOFLOW_SNAPSHOTS", ""),
+            life=_integer(env, "MONOFLOW_LIFE", 0),
             lanes=_choice(env, "MONOFLOW_LANES", {"0": False, "1": True}, "1"),
             plan_seconds=_integer(env, "MONOFLOW_PLAN_SECONDS", 10, least=0),
             watchdog=_integer(env, "MONOFLOW_WATCHDOG", 300, least=0),

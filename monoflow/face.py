@@ -1,7 +1,17 @@
 """The public names, re-exported one by one."""
 
 from .data import stream
-from .errors import CaptureError, CheckpointError, FlowError, LayoutError, PlacementError, PlanError, RunError
+from .errors import (
+    CaptureError,
+    CheckpointError,
+    DamagedError,
+    FlowError,
+    LayoutError,
+    NonFiniteError,
+    PlacementError,
+    PlanError,
+    RunError,
+)
 from .mesh import Placement, placement
 from .runtime.launch import stop_on_interrupt
 from .runtime.world import simulate
@@ -24,8 +34,10 @@ from .tensor.lazy import lazy
 __all__ = [
     "CaptureError",
     "CheckpointError",
+    "DamagedError",
     "FlowError",
     "LayoutError",
+    "NonFiniteError",
     "Placement",
     "PlacementError",
     "PlanError",

@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from ..runtime.signs import HANG
+from ..runtime.signs import HANG, LIFE_VARIABLE
 from . import watch
 
 
@@ -58,6 +58,7 @@ class Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._slots = list(range(self._worker_group.spec.local_world_size))
         self._last: tuple[int, str] | None = None
+        self._life = -1
         self._watch = watch.Watch(self.policy.watch, self.policy.patience)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -112,6 +113,7 @@ class Agent(LocalElasticAgent):
         )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._life += 1
         self.policy.hung.clear()
         self._watch.begin()
         handler: Any = worker_group.spec.rdzv_handler
@@ -133,4 +135,5 @@ class Agent(LocalElasticAgent):
         self, worker_env: dict[str, str | None], local_rank: int, spec: WorkerSpec
     ) -> None:
         super()._set_local_rank_env(worker_env, local_rank, spec)
+        worker_env[LIFE_VARIABLE] = str(self._life)
         worker_env["LOCAL_RANK"] = str(self._slots[local_rank])  # of the devices that are left

@@ -59,6 +59,15 @@ def recorded(folder: Path) -> list[Part]:
     return sorted(found, key=lambda part: part.about.get("rank", 0))
 
 
+def last_life(parts: Sequence[Part]) -> tuple[list[Part], int]:
+    """Of a job that re-formed, what its ranks recorded in its last life, and the number of those before.
+
+    Steps of several lives have the same numbers, and ranks may be others. Lives without a step do not count.
+    """
+    lives = {part.about.get("life", 0) for part in parts if part.events} or {0}
+    return [part for part in parts if part.about.get("life", 0) == max(lives)], len(lives) - 1
+
+
 def join(parts: Sequence[Part]) -> Timeline:
     """What several processes recorded, on the clock of rank 0's host as far as that was compared."""
     events: list[Event] = []
@@ -138,11 +147,14 @@ def write(timeline: Timeline, path: Path) -> None:
 
 
 def write_trace(folder: Path, path: Path) -> None:
-    """Joins what the ranks of this host recorded, also of those that died, into one file."""
-    timeline = join(recorded(folder))
+    """Joins what the ranks of this host recorded since the job last re-formed, into one file."""
+    parts, num_before = last_life(recorded(folder))
+    timeline = join(parts)
     if not timeline.events:
         sys.stderr.write(f"monoflow: no step ran, so {path} is not written\n")
         return
+    if num_before:
+        sys.stderr.write(f"monoflow: the job re-formed; of its {num_before + 1} lives, {path} has the last\n")
     first, last = min(timeline.hosts), max(timeline.hosts)
     if first:  # ranks of another host than the first one's
         path = path.with_stem(f"{path.stem}.rank{first}")

@@ -41,17 +41,23 @@ class Rank:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Those of the last whole step that was recorded, or of what there is of the first one."""
+        """Those of the last whole step that was recorded, or of what there is of one."""
         return last_step(self.part.events)
 
 
 def last_step(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events of the last step but two: those may still be running."""
-    ordered = sorted(
-        {(one.program, one.step) for one in events if one.lane != SCRIPT}, key=lambda key: _begin(events, key)
-    )
-    chosen = ordered[-3:][:1]
-    return tuple(one for one in events if (one.program, one.step) in chosen)
+    """The events of the newest step that is over and was recorded from its beginning.
+
+    Every step of a program fires the same actors: one with fewer firings still runs, or had begun before it
+    was recorded.
+    """
+    counts = Counter((one.program, one.step) for one in events if one.lane != SCRIPT)
+    most = {program: 0 for program, _ in counts}
+    for (program, _), count in counts.items():
+        most[program] = max(most[program], count)
+    whole = {key for key, count in counts.items() if count == most[key[0]]}
+    newest = max(whole, key=lambda key: _begin(events, key), default=None)
+    return tuple(one for one in events if (one.program, one.step) == newest and one.lane != SCRIPT)
 
 
 def _begin(events: Sequence[Event], key: tuple[str, int]) -> int:

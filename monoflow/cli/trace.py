@@ -159,7 +159,7 @@ def _report(timeline: Timeline, summary: Summary) -> RenderableType:
         parts.append("[yellow]clocks of the hosts were not compared: times across hosts mean little")
     elif timeline.clock_error:
         parts.append(f"clocks of the hosts agree to {_time(timeline.clock_error)}")
-    if summary.spent:
+    if summary.num_steps:  # events of the script alone are no steps
         parts += ["", _spent(summary), "", _by_kind(summary), "", *_shares(summary)]
         if summary.waits:
             parts += ["", _waits(summary.waits[:_MOST_WAITS], len(summary.waits))]

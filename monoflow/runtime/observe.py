@@ -115,6 +115,7 @@ class Observer:
         self._about: dict[str, Any] = {
             "rank": settings.rank,
             "world_size": settings.world_size,
+            "life": settings.life,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "script": sys.argv[0],

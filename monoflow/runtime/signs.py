@@ -15,6 +15,8 @@ WATCH_VARIABLE = "MONOFLOW_WATCH_DIR"
 PULSE, STACKS, ASK = ".pulse", ".stacks", signal.SIGUSR2
 #: A folder in memory that outlives the ranks of this host, set by `monoflow run --elastic`.
 SNAPSHOTS_VARIABLE = "MONOFLOW_SNAPSHOTS"
+#: How often the launcher has started the ranks before: a job that re-forms lives several times.
+LIFE_VARIABLE = "MONOFLOW_LIFE"
 #: Endings of the files in which ranks tell of themselves.
 SNAPSHOT, EVENTS, NAMES = ".json", ".events", ".names"
 #: The exit status of a program that Ctrl-C ended.

@@ -25,13 +25,17 @@ class Outcome:
 
     Attributes:
         at: the last step before it.
+        loses: see `Fault`.
+        saved: the newest step that was saved before it, and was still to be had after it.
         again: the first step after it; no later than the next one, as none may be left out.
         seconds: until that step was done.
     """
 
     fault: str
     num_ranks: int
+    loses: int | None
     at: int
+    saved: int
     again: int
     seconds: float
 
@@ -52,6 +56,7 @@ def endure(job: Job, faults: Sequence[Fault], choice: random.Random) -> list[Out
             return sum(line.pid != life for line in lines) >= due
 
         job.wait(has_stepped, f"{due} steps before {fault.name!r}")
+        saved = 0 if fault.damages else job.newest(in_memory=not fault.restarts_launcher)
         fault.do(job, choice)
         started = time.monotonic()
         lines = job.lines()
@@ -65,7 +70,9 @@ def endure(job: Job, faults: Sequence[Fault], choice: random.Random) -> list[Out
         after = next(line for line in job.lines()[begun:] if line.pid != life)
         last = [line for line in job.lines() if line.pid == life][-1]
         seconds = time.monotonic() - started
-        outcomes.append(Outcome(fault.name, after.num_ranks, last.step, after.step, seconds))
+        outcomes.append(
+            Outcome(fault.name, after.num_ranks, fault.loses, last.step, saved, after.step, seconds)
+        )
     return outcomes
 
 
@@ -74,10 +81,12 @@ def finish(job: Job) -> None:
     (job.folder / "stop").touch()
     job.wait(job.is_over, "end of the job")
     assert job.process.returncode == 0, job.errors.read_text()[-4000:]
+    left = list(Path("/dev/shm").glob(f"monoflow-*-{job.process.pid}-*"))
+    assert not left, f"snapshots are left in memory: {left}"
 
 
 def check(lines: Sequence[Line], expected: Mapping[int, Line], outcomes: Sequence[Outcome]) -> None:
-    """Raises AssertionError if a sample was lost or a loss is another than without faults."""
+    """Raises AssertionError if samples or saved steps were lost, or a loss is another than without faults."""
     for line in lines:
         assert line.samples == expected[line.step].samples, f"step {line.step} took other samples"
         gap = abs(line.loss - expected[line.step].loss)
@@ -91,7 +100,10 @@ def check(lines: Sequence[Line], expected: Mapping[int, Line], outcomes: Sequenc
     for before, after in itertools.pairwise(steps):
         assert after <= before + 1, f"steps {before + 1} to {after - 1} were left out"
     for one in outcomes:
-        assert one.again <= one.at + 1
+        assert one.saved < one.again <= one.at + 1, f"{one}: steps that had been saved were lost"
+        assert one.loses is None or one.at + 1 - one.again <= one.loses, f"{one}: too many steps were lost"
+    twice = sum(one.at + 1 - one.again for one in outcomes)
+    assert len(lines) == steps[-1] + twice, f"{len(lines)} steps, of which {twice} twice, are not {steps[-1]}"
 
 
 def endured(

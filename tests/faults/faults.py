@@ -18,12 +18,17 @@ class Fault:
 
     Attributes:
         do: does it to a job.
-        restarts_launcher: whether the command has to be started again.
+        restarts_launcher: whether the command has to be started again; snapshots in memory are gone then.
+        loses: how many steps it may cost a job that takes a snapshot after every step; None if its snapshots
+            go too.
+        damages: whether the newest checkpoint and snapshot are no longer whole.
     """
 
     name: str
     do: Callable[[Job, random.Random], None]
     restarts_launcher: bool = False
+    damages: bool = False
+    loses: int | None = None
 
 
 def kill_a_rank(job: Job, choice: random.Random) -> None:
@@ -79,13 +84,13 @@ def _flip(path: Path, choice: random.Random) -> None:
 
 SLEEP = "sleep in a step"
 FAULTS: Sequence[Fault] = (
-    Fault("kill a rank", kill_a_rank),
+    Fault("kill a rank", kill_a_rank, loses=2),
     Fault("kill a rank that saves to a slow disk", kill_while_it_saves),
     Fault("kill the launcher", kill_the_launcher, restarts_launcher=True),
-    Fault("stop a rank", stop_a_rank),
-    Fault(SLEEP, sleep_in_a_step),
+    Fault("stop a rank", stop_a_rank, loses=2),
+    Fault(SLEEP, sleep_in_a_step, loses=2),
     Fault("full disk", fill_the_disk),
-    Fault("damaged newest checkpoint", damage_the_newest),
+    Fault("damaged newest checkpoint", damage_the_newest, damages=True),
 )
 
 

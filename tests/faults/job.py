@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from monoflow.checkpoint import checkpoints
 from tests.conftest import ROOT, cli_environment
 
 SCRIPT = Path(__file__).with_name("gpt.py")
@@ -89,6 +90,11 @@ class Job:
     def snapshots(self) -> list[Path]:
         """The folders of snapshots in memory."""
         return [one for one in Path("/dev/shm").glob(f"monoflow-*-{self.process.pid}-*/*") if one.is_dir()]
+
+    def newest(self, in_memory: bool) -> int:
+        """The step of the newest checkpoint on disk, or of snapshots in memory too; 0 if there is none."""
+        folders = [self.saves, *(self.snapshots() if in_memory else ())]
+        return max((number for folder in folders for number, _ in checkpoints(folder)), default=0)
 
     def ask(self, what: str) -> None:
         """Asks the script for something, by a file of that name."""

@@ -29,9 +29,9 @@ from monoflow.errors import FlowError
 from monoflow.runtime.observe import About, Observer
 from monoflow.runtime.program import Program
 from monoflow.runtime.recorder import Fired, Recorder
-from monoflow.runtime.ring import Part
+from monoflow.runtime.ring import Part, Ring
 from monoflow.runtime.signs import EVENTS, NAMES, SNAPSHOT
-from monoflow.runtime.trace import Event
+from monoflow.runtime.trace import SCRIPT, Event
 from monoflow.runtime.wiring import ActorInfo, RegisterInfo, Wiring
 from tests.conftest import RunCli
 
@@ -175,6 +175,14 @@ def shown(*paths: Path, as_json: bool = False) -> str:
     return output.getvalue()
 
 
+def test_waits_of_the_script_are_no_steps(tmp_path: Path) -> None:
+    """A job that ends before its first step is over leaves these alone."""
+    waits = [one._replace(lane=SCRIPT, kind="source", name="flow.stream") for one in events(0, 0)]
+    write(join([Part({"rank": 0}, (), tuple(waits), 0)]), tmp_path / "out.json")
+    assert "1 ranks, 0 steps of " in shown(tmp_path / "out.json")
+    assert json.loads(shown(tmp_path / "out.json", as_json=True))["num_steps"] == 0
+
+
 def test_the_summary(timeline: Timeline, tmp_path: Path) -> None:
     write(timeline, tmp_path / "out.json")
     data = json.loads(shown(tmp_path / "out.json", as_json=True))
@@ -250,12 +258,33 @@ def test_a_trace_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_ranks_of_another_host_have_a_file_of_their_own(tmp_path: Path) -> None:
-    watching, engine = Observer(tmp_path, Settings(rank=8, trace_events=10)), Engine()
+    watching, engine = Observer(tmp_path, Settings(rank=8, life=2, trace_events=10)), Engine()
     watching.attach(engine, About("train"), dict)
     engine.run()
     watching.close()
+    assert [one.about["life"] for one in recorded(tmp_path)] == [2]
     write_trace(tmp_path, tmp_path / "out.json")
     assert read(tmp_path / "out.rank8.json").hosts == {8: socket.gethostname()}
+
+
+def test_a_job_that_re_formed_leaves_its_last_life(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = {0: 3, 1: 2, 2: 0}  # by life: it was interrupted before its last one's first step
+    for life, rank in ((0, 0), (0, 1), (1, 0), (2, 0), (2, 1)):
+        ring = Ring(tmp_path / f"rank{rank:05}-{life}", 100, {"rank": rank, "life": life, "host": "here"})
+        for step in range(steps[life]):
+            for one in events(rank, step):
+                who = one.program, rank, one.lane, one.kind, one.name
+                ring.add(who, step, one.time, one.start + life, one.end + life, 0)
+    write_trace(tmp_path, tmp_path / "out.json")
+    joined = read(tmp_path / "out.json")
+    assert joined.hosts == {0: "here"}
+    assert sorted(one.start for one in joined.events) == [
+        one.start + 1 for step in (0, 1) for one in events(0, step)
+    ]
+    said = f"monoflow: the job re-formed; of its 2 lives, {tmp_path}/out.json has the last\n"
+    assert capsys.readouterr().err.startswith(said)
 
 
 # --- monoflow top --------------------------------------------------------------------------------------
@@ -434,8 +463,15 @@ def test_a_rank_that_was_started_again_shows_once(tmp_path: Path) -> None:
 
 
 def test_the_step_that_is_shown_is_whole() -> None:
-    assert {one.step for one in last_step([*events(0, 3), *events(0, 4)])} == {3}
-    assert {one.step for one in last_step(events(0, 4))} == {4}
+    three, four, five = (events(0, step) for step in (3, 4, 5))
+    assert last_step([*three, *four]) == tuple(four)
+    assert last_step([*three[5:], *four, *five[:6]]) == tuple(four)  # three was recorded from its middle on
+    assert last_step([*three, *four[5:], *five[:3]]) == tuple(three)
+    assert last_step(four[:2]) == tuple(four[:2])
+    other = [one._replace(program="evaluate", start=one.start + 10**9) for one in three[:2]]
+    assert last_step([*three, *four, *other]) == tuple(other)
+    wait = [one._replace(program="script", lane=SCRIPT, step=9) for one in five]
+    assert last_step([*four, *wait]) == tuple(four)
     assert last_step([]) == ()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from monoflow.cli import ranks as launched
@@ -23,7 +24,7 @@ from monoflow.cli.agent import Agent, Policy
 from monoflow.cli.ranks import FAILURE_GRACE, INTERRUPT_GRACE, first_failure, report
 from monoflow.cli.watch import Hung, Process, Stand, Watch, process
 from monoflow.runtime.launch import _answer_if_asked
-from monoflow.runtime.signs import ASK, PULSE, SNAPSHOTS_VARIABLE, STACKS
+from monoflow.runtime.signs import ASK, LIFE_VARIABLE, PULSE, SNAPSHOTS_VARIABLE, STACKS
 
 PATIENCE = 10
 
@@ -252,7 +253,7 @@ def agent_of(folder: Path, num_ranks: int, least: int, restarts: int = 9) -> tup
     workers = [SimpleNamespace(local_rank=one, global_rank=one) for one in range(num_ranks)]
     group = SimpleNamespace(workers=workers, spec=SimpleNamespace(local_world_size=num_ranks))
     agent._slots, agent._last, agent._remaining_restarts = list(range(num_ranks)), None, restarts
-    agent._worker_group = group
+    agent._worker_group, agent._life, agent._watch = group, -1, Watch(folder, PATIENCE)
     return agent, group
 
 
@@ -337,6 +338,20 @@ def test_the_memory_of_snapshots_is_for_this_user_and_this_job(
     assert {one.name for one in tmp_path.iterdir()} == set(left[2:])
     with launched._snapshots(tmp_path / "none"):
         assert SNAPSHOTS_VARIABLE not in os.environ
+
+
+def test_ranks_are_told_which_life_they_are_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after others joined, of which torch counts no restart."""
+    agent, group = agent_of(tmp_path, 2, 1)
+    monkeypatch.setattr(LocalElasticAgent, "_rendezvous", lambda *args: None)
+    group.spec.rdzv_handler, group.spec.virtual_local_rank = None, False
+    lives = []
+    for _ in range(2):
+        agent._rendezvous(group)
+        env: dict[str, Any] = {}
+        agent._set_local_rank_env(env, 1, group.spec)
+        lives.append((env[LIFE_VARIABLE], env["LOCAL_RANK"]))
+    assert lives == [("0", "1"), ("1", "1")]
 
 
 # --- how ranks are ended -------------------------------------------------------------------------------
