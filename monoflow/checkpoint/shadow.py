@@ -36,7 +36,7 @@ class Shadow:
 
     def __init__(self, folder: str, group: Group, every: Every) -> None:
         self.folder, self.every = folder, every
-        self.saver = Saver(group)
+        self._saver = Saver(group)
         self._asking = group_of(group.ranks)  # a writer talks through the other, at a time of its own
         self._last = time.monotonic()
         self._is_on = True
@@ -55,9 +55,9 @@ class Shadow:
         if not self._is_on:
             return
         try:
-            if any(self._asking.gather(self.saver.is_writing)):
+            if any(self._asking.gather(self._saver.is_writing)):
                 return
-            self.saver.start(
+            self._saver.start(
                 path_of(self.folder, number), contents(), lambda: prune(self.folder, number, keep_last=1)
             )
         except CheckpointError as error:
@@ -67,7 +67,7 @@ class Shadow:
     def wait(self) -> None:
         """Waits for one that is being written."""
         try:
-            self.saver.wait()
+            self._saver.wait()
         except CheckpointError as error:
             self._end(error)
 

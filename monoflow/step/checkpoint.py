@@ -113,7 +113,7 @@ def checkpointer(
         asynchronous: whether a rank copies its share to the host and a thread writes it. One copy at most:
             the next save waits for the one before.
         resume: whether to go on from what is there; False to begin anew: the first checkpoint replaces those
-            of later steps.
+            of later steps. A job that re-forms goes on from its snapshots in memory all the same.
         snapshot_every: under `monoflow run --elastic`, how often a snapshot is taken in memory between
             checkpoints, in steps or as a time: all that a rank which dies can cost.
 
@@ -125,9 +125,9 @@ def checkpointer(
     memory = folder_of(settings.snapshots, str(path)) if settings.snapshots else None
     if settings.num_hosts > 1:  # a host that is lost would take its part along
         memory = None
-    folders = [memory, str(path)] if memory else [str(path)]
-    if resume:
-        _resume(step, folders, stream, extra)
+    own = [memory] if memory else []  # there is nothing of another run
+    folders = [*own, str(path)]
+    _resume(step, folders if resume else own, stream, extra)
     shadow = Shadow(memory, group_of(ranks), often) if memory else None
     series = Checkpointer(
         path,
@@ -141,15 +141,10 @@ def checkpointer(
         shadow=shadow,
     )
 
-    savers = {str(path): series.saver}
-    if shadow is not None:
-        savers[shadow.folder] = shadow.saver
-
     def roll_back() -> bool:
         series.wait()
-        # A run that was begun anew goes back to what it saved itself, which is the newest of its folder.
-        own = [folder for folder in folders if resume or savers[folder].newest is not None]
-        return _resume(step, own, None, extra)
+        is_own = resume or series.saver.newest is not None  # then what it saved is the newest there
+        return _resume(step, folders if is_own else own, None, extra)
 
     step.refusals.roll_back = roll_back
     return series

@@ -118,9 +118,9 @@ def test_a_run_begun_anew_replaces_what_is_there(tmp_path: Path) -> None:
 def test_a_run_begun_anew_goes_back_to_its_own_steps(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MONOFLOW_SNAPSHOTS", str(tmp_path / "memory"))
-    with flow.checkpointer(tmp_path / "disk", taken(build(), 2), snapshot_every=1) as series:
+    with flow.checkpointer(tmp_path / "disk", taken(build(), 2)) as series:
         series.save()
+    monkeypatch.setenv("MONOFLOW_SNAPSHOTS", str(tmp_path / "memory"))
     step = build(on_nan="rollback")
     with flow.checkpointer(tmp_path / "disk", step, resume=False, snapshot_every=1) as series:
         assert step.refusals.roll_back is not None and not step.refusals.roll_back()
@@ -129,6 +129,18 @@ def test_a_run_begun_anew_goes_back_to_its_own_steps(
         taken(step, 2)
         assert step.refusals.roll_back() and step.num_steps == 1
     assert steps(tmp_path / "disk") == ([1] if folder == "disk" else [2])
+
+
+def test_a_run_begun_anew_goes_on_from_its_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "disk", 100)
+    monkeypatch.setenv("MONOFLOW_SNAPSHOTS", str(tmp_path / "memory"))
+    for life in range(3):  # of one job that re-forms
+        step = build()
+        with flow.checkpointer(tmp_path / "disk", step, resume=False, snapshot_every=1) as series:
+            assert step.num_steps == life
+            taken(step, 1)
+            series.after_step()
+    assert steps(tmp_path / "disk") == [100]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_replaced(
