@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import shutil
 import time
@@ -40,8 +41,13 @@ class Outcome:
     seconds: float
 
 
-def endure(job: Job, faults: Sequence[Fault], choice: random.Random) -> list[Outcome]:
+def endure(
+    job: Job, faults: Sequence[Fault], choice: random.Random, deadline: float = math.inf
+) -> list[Outcome]:
     """Does faults to a job, one after the other, each some steps after the job went on from the last.
+
+    Args:
+        deadline: by the monotonic clock; none is done after it.
 
     Raises:
         Hang: the job did not go on.
@@ -49,6 +55,8 @@ def endure(job: Job, faults: Sequence[Fault], choice: random.Random) -> list[Out
     outcomes: list[Outcome] = []
     life, begun = 0, 0
     for fault in faults:
+        if time.monotonic() > deadline:
+            break
         due = choice.randint(APART, 2 * APART)
 
         def has_stepped(life: int = life, begun: int = begun, due: int = due) -> bool:
@@ -105,13 +113,18 @@ def check(lines: Sequence[Line], expected: Mapping[int, Line], outcomes: Sequenc
 
 
 def endured(
-    folder: Path, num_ranks: int, faults: Sequence[Fault], seed: int, expected: Mapping[int, Line]
+    folder: Path,
+    num_ranks: int,
+    faults: Sequence[Fault],
+    seed: int,
+    expected: Mapping[int, Line],
+    deadline: float = math.inf,
 ) -> tuple[list[Outcome], int]:
     """A job from its start to its end, with faults in between; what became of them, and its steps."""
     folder.mkdir(parents=True)
     job = Job(folder, num_ranks, "--pause", "0.1", "--steps", str(max(expected)))
     try:
-        outcomes = endure(job, faults, random.Random(seed))
+        outcomes = endure(job, faults, random.Random(seed), deadline)
         finish(job)
         lines = job.lines()
         check(lines, expected, outcomes)

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 import monoflow as flow
 
 VOCABULARY, CONTEXT, ROWS = 61, 12, 8
+#: Bytes that a file can have when the disk is full: more than the curve's, less than a checkpoint's.
+ROOM = 2**15
 
 
 class Block(nn.Module):
@@ -108,7 +110,7 @@ def suffer(folder: Path) -> None:
     if took(folder / f"sleep-{rank}"):
         time.sleep(10_000)
     if (folder / "full-disk").exists():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
         if rank == "0":
             took(folder / "full-disk")
     if (folder / "slow-disk").exists():

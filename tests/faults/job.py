@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,18 +44,21 @@ class Job:
     Args:
         folder: of its checkpoints and its curve.
         num_ranks: of this host; it may go on with fewer.
+        options: of the script.
+        meeting: options of the command by which several hosts meet; each brings so many ranks.
     """
 
-    def __init__(self, folder: Path, num_ranks: int, *options: str) -> None:
-        self.folder, self.num_ranks, self.options = folder, num_ranks, options
+    def __init__(self, folder: Path, num_ranks: int, *options: str, meeting: Sequence[str] = ()) -> None:
+        self.folder, self.num_ranks, self.options, self.meeting = folder, num_ranks, options, meeting
         self.saves = folder / "saves"
         self.errors = folder / "errors.txt"
         self.start()
 
     def start(self) -> None:
         """Starts the command, for the first time or again."""
-        n = str(self.num_ranks)
-        command = [sys.executable, "-m", "monoflow.cli", "run", "-n", n, "--elastic", f"1:{n}"]
+        n, most = self.num_ranks, self.num_ranks * (2 if self.meeting else 1)
+        command = [sys.executable, "-m", "monoflow.cli", "run", "-n", str(n), "--elastic", f"1:{most}"]
+        command += self.meeting
         with self.errors.open("a") as errors:
             self.process = subprocess.Popen(
                 [*command, str(SCRIPT), str(self.folder), *self.options],
@@ -81,7 +84,7 @@ class Job:
         def look() -> bool:
             path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
             pids = [int(pid) for pid in path.read_text().split()]
-            found[:] = [pid for pid in pids if b"gpt.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            found[:] = [pid for pid in pids if b"gpt.py" in _command(pid)]
             return bool(found)
 
         self.wait(look, "ranks")
@@ -119,6 +122,14 @@ class Job:
         if not self.is_over():
             self.process.kill()
             self.process.wait()
+
+
+def _command(pid: int) -> bytes:
+    """What a process was started with; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def without_faults(folder: Path, *options: str) -> dict[int, Line]:
