@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-rules test-faults check venv format clean
+.PHONY: demo test test-rules test-faults bench check venv format clean
 
 venv: $(STAMP)
 
@@ -29,6 +29,10 @@ test-rules: $(STAMP)
 # Ranks that are killed, stopped and starved while they train, in under 10 minutes; `make test` does a slice of it.
 test-faults: $(STAMP)
 	timeout 660 $(BIN)/python -m tests.faults
+
+# Every bench with short settings and one table, in under 30 minutes on two cores that do nothing else.
+bench: $(STAMP)
+	$(BIN)/python bench/all.py --out runs/bench.md
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

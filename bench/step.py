@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from figures import Figure, write
 from peers import OURS, PEERS, WORKS, Train, dlrm
 from rich.console import Console
 from rich.table import Table
@@ -140,10 +141,42 @@ def measured(task: str, name: str, peer: str, cache: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+# --- figures -------------------------------------------------------------------------------------------
+
+
+def step_figures(name: str, taken: Mapping[str, Sequence[float]]) -> list[Figure]:
+    """Our step by that of torch's fastest way; of tables of embeddings, by both forms of their gradients."""
+    if OURS not in taken:
+        return []
+    if name == "dlrm":
+        sparse = "eager, sparse=True"
+        return [
+            Figure("dlrm, step / torch with dense gradients", ratios(taken)[OURS], 0.2),
+            Figure("dlrm, step / torch with sparse=True", ratios(taken, sparse)[OURS], 0.95),
+        ]
+    torchs = [peer for peer in taken if not peer.startswith(OURS)]
+    best = min(torchs, key=lambda peer: statistics.median(taken[peer]))
+    return [Figure(f"{name}, step / {best}", ratios(taken, best)[OURS], 0.97)]
+
+
+def start_figures(name: str, found: Mapping[str, Sequence[Sequence[float]]]) -> list[Figure]:
+    """How soon we are at full speed, with no code kept and with all, by torch.compile with none."""
+    peer = "torch.compile all"
+    if OURS not in found or peer not in found:
+        return []
+    cold, warm = (one[1] / found[peer][0][1] for one in found[OURS])
+    return [
+        Figure(f"{name}, time to full speed / {peer}", cold, 0.4),
+        Figure(f"{name}, second run's / {peer}, first run's", warm, 0.1),
+    ]
+
+
 # --- tables ----------------------------------------------------------------------------------------
 
 
-def step_table(models: Sequence[str], peers: Sequence[str], rounds: int, console: Console) -> Table:
+def step_table(
+    models: Sequence[str], peers: Sequence[str], rounds: int, console: Console, figures: list[Figure]
+) -> Table:
     table = Table(title="seconds of a step, by eager's (medians of rounds)")
     for column in ("model", "eager ms", *(peer for peer in peers if peer != "eager"), "sparse=True", "peak"):
         table.add_column(column, justify="right")
@@ -151,6 +184,7 @@ def step_table(models: Sequence[str], peers: Sequence[str], rounds: int, console
         console.print(f"{name}: compiling")
         taken = contest(name, peers, rounds)
         found = ratios(taken)
+        figures += step_figures(name, taken)
         flops = WORKS[name]().flops
         best = statistics.median(taken[OURS]) if OURS in taken else 0.0
         share = f"{flops / best / matmul_flops():.0%}" if flops and best else ""
@@ -164,20 +198,26 @@ def step_table(models: Sequence[str], peers: Sequence[str], rounds: int, console
     return table
 
 
-def start_table(models: Sequence[str], peers: Sequence[str], console: Console) -> Table:
+def start_table(
+    models: Sequence[str], peers: Sequence[str], console: Console, figures: list[Figure]
+) -> Table:
     table = Table(title="seconds to the first step and to full speed: cold, and with a warm cache")
     for column in ("model", "peer", "first", "full speed", "first, warm", "full speed, warm"):
         table.add_column(column, justify="right")
     for name in models:
+        found = {}
         for peer in peers:
             console.print(f"{name}: starting {peer}")
             with tempfile.TemporaryDirectory(prefix="monoflow-bench-") as cache:
-                cold, warm = (measured("start", name, peer, cache) for _ in range(2))
+                cold, warm = found[peer] = [measured("start", name, peer, cache) for _ in range(2)]
             table.add_row(name, peer, *(f"{value:.1f}" for value in (*cold, *warm)))
+        figures += start_figures(name, found)
     return table
 
 
-def memory_table(models: Sequence[str], peers: Sequence[str], console: Console) -> Table:
+def memory_table(
+    models: Sequence[str], peers: Sequence[str], console: Console, figures: list[Figure]
+) -> Table:
     table = Table(title="peak bytes of a step with AdamW at batch 1, by eager's")
     for column in ("model", "eager MB", *(peer for peer in peers if peer != "eager")):
         table.add_column(column, justify="right")
@@ -186,6 +226,8 @@ def memory_table(models: Sequence[str], peers: Sequence[str], console: Console) 
         with tempfile.TemporaryDirectory(prefix="monoflow-bench-") as cache:
             found = {peer: measured("memory", name, peer, cache) for peer in peers}
         own = (f"{found[peer] / found['eager']:.3f}" for peer in peers if peer != "eager")
+        if OURS in found:
+            figures.append(Figure(f"{name}, peak bytes / eager", found[OURS] / found["eager"], 0.8))
         table.add_row(name, f"{found['eager'] / 1e6:.1f}", *own)
     return table
 
@@ -196,6 +238,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="steps of every peer")] = 30,
     what: Annotated[str, typer.Option(help="steps, start, memory, with commas")] = "steps,start,memory",
     out: Annotated[Path | None, typer.Option(help="write the tables")] = None,
+    figures: Annotated[Path | None, typer.Option(help="write what has a goal, for bench/all.py")] = None,
     is_child: Annotated[str, typer.Option("--child", hidden=True)] = "",
 ) -> None:
     """Measures a step, the start and the memory of every peer on one device; prints ratios."""
@@ -207,12 +250,15 @@ def main(
     load = os.getloadavg()[0]
     console.print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {load:.1f}")
     with_adamw = [name for name in names if name != "dlrm"]
+    told: list[Figure] = []
     if "steps" in what:
-        console.print(step_table(names, chosen, rounds, console))
+        console.print(step_table(names, chosen, rounds, console, told))
     if "start" in what:
-        console.print(start_table(["gpt12"], chosen, console))
+        console.print(start_table(["gpt12"], chosen, console, told))
     if "memory" in what:
-        console.print(memory_table(with_adamw, chosen, console))
+        console.print(memory_table(with_adamw, chosen, console, told))
+    if figures is not None:
+        write(figures, told)
     if out is not None:
         out.write_text(console.export_text())
     return None
