@@ -107,8 +107,12 @@ def main() -> None:
 
     cpu = time.thread_time
     pairs = [(seconds(run, cpu), seconds(loop, cpu)) for _ in range(options.repeats)]
-    ratios = sorted(ours / theirs - 1 for ours, theirs in pairs)
-    print(f"a step of 50 ms in 100 actors: {100 * statistics.median(ratios):.2f} % more than its work alone")
+    ratio = statistics.median(ours / theirs - 1 for ours, theirs in pairs)
+    ours, theirs = (min(one) for one in zip(*pairs, strict=True))
+    print(
+        f"a step of 50 ms in 100 actors: {100 * ratio:.2f} % more than its work alone, "
+        f"at best {100 * (ours / theirs - 1):.2f} %"
+    )
 
 
 if __name__ == "__main__":

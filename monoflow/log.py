@@ -2,7 +2,8 @@
 
 Only rank 0 writes, unless MONOFLOW_LOG_RANKS=all; then every line names its rank.
 
-What a script waits for outside of its steps is told here too, to whoever listens for a trace.
+What a script waits for outside of its steps, and for how long nothing ran before a step, is told here too, to
+whoever listens for a trace or a progress line.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ def stage_logger(stage: str) -> logging.Logger:
     return logging.getLogger(f"{ROOT}.{stage}")
 
 
+#: Kinds of waits: of a script for a batch; of an engine for its next step, while which nothing ran on it.
+SOURCE, IDLE = "source", "idle"
+
+
 class Wait(NamedTuple):
-    """A script waited for something outside of its steps.
+    """A script waited for something outside of its steps, or an engine for a step.
 
     Attributes:
-        kind: of actor that could have done it, such as "source".
+        kind: SOURCE or IDLE.
         number: of times that it waited for this before.
         start, end: `time.perf_counter_ns`.
     """
@@ -46,7 +51,10 @@ _LISTENERS: list[Callable[[Wait], None]] = []
 
 
 def listen(listener: Callable[[Wait], None]) -> Callable[[], None]:
-    """Tells `listener` of every wait from now on, in the thread that waited. Returns what ends that."""
+    """Tells `listener` of every wait from now on, in the thread that waited or started the step.
+
+    Returns what ends that.
+    """
     _LISTENERS.append(listener)
     return lambda: _LISTENERS.remove(listener)
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from ..errors import FlowError
-from ..log import Wait, tell
+from ..log import SOURCE, Wait, tell
 from ..tensor import default_placement, device_mesh, from_local
 from ..tensor.convert import world_size
 from .blocks import BlockFiles
@@ -131,7 +131,7 @@ class Stream:
 
     def _count(self, part: Part, asked: int, came: int) -> None:
         stats = self.stats
-        tell(Wait("source", "flow.stream", stats.batches, asked, came))
+        tell(Wait(SOURCE, "flow.stream", stats.batches, asked, came))
         self.stats = StreamStats(
             stats.batches + 1,
             stats.samples + part.num_samples,

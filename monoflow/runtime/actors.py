@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from time import perf_counter_ns
 
 import torch
 
 from ..boxing.collectives import Transport
 from ..config import SETTINGS
+from ..log import IDLE, Wait, tell
 from ..mesh import Placement
 from .channels import HOST
 from .finding import Finding, Origin
 from .firing import Describe, Firing, Homes, Registers
 from .lanes import Crew, Results, Ticket
 from .liveness import verify_live
-from .network import Marking, Network
+from .network import Actor, Marking, Network
 from .program import Program
 from .pulled import Counter, StoreCounter, Units
 from .ready import Ready
@@ -58,8 +60,6 @@ class Engine:
         patience: seconds without any firing after which a step on lanes fails; 0 for no end.
         units: hands out what ranks pull; made here when left out, which all ranks must do at the same time.
 
-    Attributes:
-        recorder: is told of every firing, if there is one; may change at any time.
     """
 
     def __init__(
@@ -77,23 +77,26 @@ class Engine:
         self.network = Network(programs, placement, one_order=board is None or not lanes or not on_cpu)
         if SETTINGS.verify:
             verify_live(self.network)
-        self.recorder: Recorder | None = None
-        myself = weakref.ref(self)  # lanes must not keep their engine alive
-
-        def recorder() -> Recorder | None:
-            engine = myself()
-            return None if engine is None else engine.recorder
-
         if self.network.pulled and units is None:
             units = Counter() if board is None else StoreCounter.of_job(placement.size)
-        self.firing = Firing(self.network, transport, describe, recorder, units)
+        self.firing = Firing(self.network, transport, describe, units=units)  # lanes keep no engine alive
         self.num_steps = self._num_over = 0
         self._marking: Marking | None = None  # of the last step that this thread drove
+        self._idle_since = 0  # of that thread
         self._crew: Crew | None = None
         waits = any(one.channel is HOST for one in self.network.actors)
         if on_cpu and lanes is not None and (board is not None or (waits and lanes)):
             self._crew = Crew(self.network, self.firing, board, patience, one_lane=not lanes)
             weakref.finalize(self, self._crew.stop).atexit = False  # then it is dismissed
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who is told of every firing, if anybody is; may change at any time."""
+        return self.firing.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self.firing.recorder = recorder
 
     @property
     def runs_beside(self) -> bool:
@@ -199,30 +202,42 @@ class Engine:
 
     def _started(self, registers: Registers, homes: Homes | None = None) -> Ticket | Done:
         assert homes is None or self.follows, "an engine whose steps do not follow each other is given homes"
+        self._tell_idle()
         self.num_steps += 1
         if self._crew is not None:
             return self._crew.start(registers, homes)
         with torch.no_grad():
             self._drive(registers)
         self._num_over += 1
+        self._idle_since = perf_counter_ns()
         return Done({rank: registers.take(rank) for rank in self.programs})
+
+    def _tell_idle(self) -> None:
+        """For how long nothing ran before the step that starts now."""
+        now = perf_counter_ns()
+        since = self._idle_since if self._crew is None else self._crew.idle_since
+        tell(Wait(IDLE, "engine", self.num_steps, now if since is None else since, now))
 
     def _drive(self, registers: Registers, firing: Firing | None = None) -> None:
         """Fires actors until none is left."""
         firing = self.firing if firing is None else firing
         firing.start()
-        marking, actors = Marking(self.network), self.network.actors
-        self._marking = marking
+        marking, actors, step = Marking(self.network), self.network.actors, self.num_steps - 1
+        self._marking, fired = marking, marking.fired
         ready = Ready((0, one.task.turn(0), one.task.index, one.number) for one in marking.ready())
-        while ready:
-            actor = actors[ready.pop()[3]]
+        given: list[Actor] = []
+        while given or ready.heap:
+            if len(given) == 1 and not ready.heap:
+                (actor,) = given
+            else:
+                for one in given:
+                    task = one.task
+                    ready.push((0, task.turn(fired[one.number]), task.index, one.number))
+                actor = actors[ready.pop()[3]]
             time = marking.begin(actor)
-            inputs = firing.read(registers, actor, time)
-            results = firing.work(actor, self.num_steps - 1, time, inputs)
+            results = firing.work(actor, step, time, firing.read(registers, actor, time))
             given = firing.end(registers, marking, actor, time, results)
             del results
-            for one in given:
-                ready.push((0, one.task.turn(marking.fired[one.number]), one.task.index, one.number))
         if not marking.is_done:
             lines = [text for _, text in marking.wait_for_graph()]
             raise AssertionError("\n".join(["the program cannot finish:", *lines[:20]]))

@@ -81,17 +81,17 @@ class Registers:
 
     def read(self, actor: Actor, member: Member, time: int) -> list[Tensor]:
         """A member's inputs; before them, what a move along time has so far."""
-        cells, left, places = self.cells, self.left, self.network.cells
+        cells, left = self.cells, self.left
         arguments: list[Tensor] = []
         if actor.folds and time:
-            arguments.append(self._held(places[member.outputs[0]].base))
-            cells[places[member.outputs[0]].base] = None
-        for register in member.inputs:
-            base, modulus = places[register]
-            arguments.append(self._held(base + time % modulus))
-        for register in member.reads:
-            base, modulus = places[register]
+            base = member.targets[0].base
+            arguments.append(self._held(base))
+            cells[base] = None
+        for base, modulus in member.sources:
             cell = base + time % modulus
+            tensor = cells[cell]
+            assert tensor is not None, f"slot {cell} is empty"
+            arguments.append(tensor)
             left[cell] -= 1
             if not left[cell]:
                 cells[cell] = None
@@ -99,10 +99,12 @@ class Registers:
 
     def write(self, member: Member, time: int, results: Sequence[Tensor]) -> None:
         """Puts what a member made."""
-        reads = self.network.reads
-        for register, tensor in zip(member.outputs, results, strict=True):
-            base, modulus = self.network.cells[register]
-            cell = base + time % modulus
+        reads, targets = self.network.reads, member.targets
+        assert len(results) == len(targets), (
+            f"{member.task.name} made {len(results)} of {len(targets)} tensors"
+        )
+        for position, (base, modulus) in enumerate(targets):
+            cell, tensor = base + time % modulus, results[position]
             if reads[cell]:
                 self.left[cell] = reads[cell]
                 self.cells[cell] = tensor
@@ -117,8 +119,7 @@ class Registers:
         if actor.folds and not fired:
             self.write(member, 0, [empty()])
         program, base = self.network.programs[member.rank], self.network.bases[member.rank]
-        for register in member.reads:
-            cell = self.network.cells[register].base
+        for register, (cell, _) in zip(member.inputs, member.sources, strict=True):
             if program.registers[register - base].rate is Rate.STEP:
                 self.left[cell] -= actor.fires - fired
                 if not self.left[cell]:
@@ -147,7 +148,7 @@ class Firing:
     Args:
         transport: how tensors cross ranks.
         describe: names the origin of a graph node in error messages.
-        recorder: who is to be told of a firing now.
+        recorder: is told of every firing, if there is one; may change at any time.
         units: hands out what ranks pull, where they do.
     """
 
@@ -156,7 +157,7 @@ class Firing:
         network: Network,
         transport: Transport,
         describe: Describe,
-        recorder: Callable[[], Recorder | None] = lambda: None,
+        recorder: Recorder | None = None,
         units: Units | None = None,
     ) -> None:
         assert units is not None or not network.pulled, "nobody hands out the units that ranks pull"
@@ -171,12 +172,17 @@ class Firing:
 
     def read(self, registers: Registers, actor: Actor, time: int) -> list[list[Tensor]]:
         """What each member of an actor reads."""
-        return [registers.read(actor, member, time) for member in actor.members]
+        members = actor.members
+        if len(members) == 1:
+            return [registers.read(actor, members[0], time)]
+        return [registers.read(actor, member, time) for member in members]
 
     def write(self, registers: Registers, actor: Actor, time: int, results: list[Sequence[Tensor]]) -> None:
         """Puts what each member made."""
-        for member, made in zip(actor.members, results, strict=True):
-            registers.write(member, time, made)
+        members = actor.members
+        assert len(results) == len(members), f"{len(members)} members of {actor.place} made {len(results)}"
+        for position, member in enumerate(members):
+            registers.write(member, time, results[position])
 
     def end(
         self,
@@ -188,8 +194,12 @@ class Firing:
     ) -> list[Actor]:
         """A firing is over: puts what it made. Returns those that can fire now."""
         if results is not _NONE_LEFT:
-            self.write(registers, actor, time, results)
-            if not self.network.gated or self._is_open(actor, results):
+            members = actor.members
+            if len(members) == 1:
+                registers.write(members[0], time, results[0])
+            else:
+                self.write(registers, actor, time, results)
+            if not actor.is_gate or self._is_open(actor, results):
                 return marking.end(actor)
             held_back = marking.hold_back()
             return [*held_back, *marking.end(actor)]
@@ -198,7 +208,7 @@ class Firing:
         return marking.close(actor)
 
     def _is_open(self, actor: Actor, results: list[Sequence[Tensor]]) -> bool:
-        """Whether what an actor made lets state change: it is no gate, or finite."""
+        """Whether what an actor that fills gates made lets state change: it is finite."""
         gates = self.network.gates
         return all(
             register not in gates or is_finite(tensor)
@@ -217,7 +227,7 @@ class Firing:
         Returns:
             What each member writes. An exception gets a note with the task, the op and the user's line.
         """
-        recorder = self.recorder()
+        recorder = self.recorder
         if recorder is None:
             return self._done(actor, time, inputs)
         start = perf_counter_ns()
@@ -240,9 +250,10 @@ class Firing:
     def _done(self, actor: Actor, time: int, inputs: list[list[Tensor]]) -> list[Sequence[Tensor]]:
         if actor.is_pulled:
             return [self._pulled(actor, int(inputs[0].pop()), time == 0, inputs[0])]
-        if actor.task.compute is not None:
+        if actor.computes:
             return [self._compute(actor, time, inputs[0])]
-        if actor.task.pulls:
+        task = actor.task
+        if task.pulls:
             return self._pull(actor)
         try:
             if actor.folds:
@@ -252,7 +263,7 @@ class Firing:
                 ]
             return self._move(actor, time, inputs)
         except Exception as error:
-            error.add_note(f"in {actor.place}{_when(actor, time)}, {actor.task.move}")
+            error.add_note(f"in {actor.place}{_when(actor, time)}, {task.move}")
             raise
 
     def _pull(self, actor: Actor) -> list[Sequence[Tensor]]:
@@ -281,11 +292,13 @@ class Firing:
         return neutral(member.task.move, register.dtype, self._device())
 
     def _compute(self, actor: Actor, time: int, given: list[Tensor]) -> Sequence[Tensor]:
-        module = actor.task.module(time)
+        function = actor.function
+        if function is None:
+            function = actor.task.module(time).forward
         try:
-            return module.forward(given, time) if actor.fires > 1 else module.forward(given)
+            return function(given, time) if actor.fires > 1 else function(given)
         except Exception as error:
-            node = failing_node(module, error.__traceback__)
+            node = failing_node(actor.task.module(time), error.__traceback__)
             told = f": {self.describe(node)}" if node else ""
             error.add_note(f"in {actor.place}{_when(actor, time)}{told}")
             raise

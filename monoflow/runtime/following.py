@@ -55,12 +55,19 @@ class Progress:
         """An actor has done all of its step. Returns the actors of the next one that this opens."""
         opened: list[int] = []
         for member in actor.members:
-            rank, done = member.rank, self._done[member.rank]
-            done.add(member.task.index)
-            while self.places[rank] in done:
-                done.remove(self.places[rank])
-                self.places[rank] += 1
-                opened += self.following.at[rank].get(self.places[rank], ())
+            rank, place = member.rank, member.task.index
+            done = self._done[rank]
+            if place != self.places[rank]:
+                done.add(place)
+                continue
+            at = self.following.at[rank]
+            place += 1
+            opened += at.get(place, ())
+            while place in done:
+                done.remove(place)
+                place += 1
+                opened += at.get(place, ())
+            self.places[rank] = place
         return opened
 
     def end(self) -> list[int]:

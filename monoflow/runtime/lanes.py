@@ -130,6 +130,7 @@ class Crew:
 
     Attributes:
         num_over: how many steps went well to their end.
+        idle_since: when the last step was over, as `time.perf_counter_ns` has it; None while one runs.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Crew:
         self._is_asked = False  # whether somebody waits for room for another step
         self._stopped = False
         self._num_steps = self.num_over = 0
+        self.idle_since: int | None = 0
 
     @property
     def num_lanes(self) -> int:
@@ -205,6 +207,7 @@ class Crew:
             if self._flights:
                 marking.shut(self._following.closed(self._flights[0].progress.places))
             self._flights.append(flight)
+            self.idle_since = None
             self.firing.start()
             self._enter(flight, marking.ready())
             self._check_over()
@@ -269,16 +272,25 @@ class Crew:
         """Fires the first of a lane's actors; with the lock, which it gives up while the actor works."""
         step, _, _, number = lane.ready.pop()
         flight = self._flights[0 if step == self._flights[0].number else 1]
-        actor = self.network.actors[number]
+        actor, firing, registers, marking = (
+            self.network.actors[number],
+            self.firing,
+            flight.registers,
+            flight.marking,
+        )
         if flight.broken is not None:
             return
-        moment = flight.marking.begin(actor)
+        moment = marking.begin(actor)
         try:
-            inputs = self.firing.read(flight.registers, actor, moment)
-            results = self._without_lock(lambda: self.firing.work(actor, flight.number, moment, inputs))
+            inputs = firing.read(registers, actor, moment)
+            self._lock.release()
+            try:
+                results = firing.work(actor, step, moment, inputs)
+            finally:
+                self._lock.acquire()
             if flight.is_over:  # it failed elsewhere
                 return
-            ready = self.firing.end(flight.registers, flight.marking, actor, moment, results)
+            ready = firing.end(registers, marking, actor, moment, results)
         except BaseException as error:
             broken = error
             self._without_lock(lambda: self._fail(flight, actor, broken))  # it may wait for other ranks
@@ -290,14 +302,15 @@ class Crew:
             opened = flight.progress.note(actor)
             if flight is self._flights[0]:
                 self._open(opened)
-        self._check_over()
+        if marking.is_done:
+            self._check_over()
 
     def _enter(self, flight: _Flight, actors: Sequence[Actor], own: _Lane | None = None) -> None:
         """Actors can fire; wakes their lanes."""
         for actor in actors:
-            lane = self._lane_of[actor.number]
-            turn = actor.task.turn(flight.marking.fired[actor.number])
-            lane.ready.push((flight.number, turn, actor.task.index, actor.number))
+            number, task = actor.number, actor.task
+            lane = self._lane_of[number]
+            lane.ready.push((flight.number, task.turn(flight.marking.fired[number]), task.index, number))
             if lane is not own:
                 lane.wake()
 
@@ -342,6 +355,8 @@ class Crew:
         if not flight.marking.is_held_back:
             flight.kept = None
         self._flights.remove(flight)
+        if not self._flights:
+            self.idle_since = time.perf_counter_ns()
         self._over.notify_all()
 
     # --- failure -----------------------------------------------------------------------------------

@@ -18,11 +18,13 @@ it without any.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
+
+from torch import Tensor
 
 from ..mesh import Placement
 from .channels import COMPUTE, HOST, Channel, channel_of, lane_of, turns
@@ -56,26 +58,30 @@ class Cells(NamedTuple):
     modulus: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Member:
     """A task of one rank, with registers by their number in the network.
 
     Attributes:
-        reads: the registers that it reads, each once.
+        sources, targets: where the slots of its inputs and of its outputs are.
     """
 
     rank: int
     task: Task
     inputs: tuple[int, ...]
-    reads: tuple[int, ...]
     outputs: tuple[int, ...]
+    sources: tuple[Cells, ...]
+    targets: tuple[Cells, ...]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Actor:
     """What fires as one: a task, or a move on all the hosted ranks that take part in it.
 
     Attributes:
+        task: that of the first of its ranks.
+        computes: whether its task does; `function` is what, if that is the same for every micro-batch.
+        is_gate: whether it fills a gate that others wait for.
         fires: how often in a step; at most, where micro-batches are pulled.
         is_pulled: whether it fires for units that its rank pulls, whose number is its last input.
         folds: whether it is a move along time, which fills its output when it fires for the last time.
@@ -98,11 +104,15 @@ class Actor:
     gives_last: list[tuple[int, int]] = field(default_factory=list)
     gives_late: list[tuple[int, int]] = field(default_factory=list)
     turn: int = -1
+    is_gate: bool = False
+    task: Task = field(init=False)
+    computes: bool = field(init=False)
+    function: Callable[..., Sequence[Tensor]] | None = field(init=False)
 
-    @property
-    def task(self) -> Task:
-        """Its task on the first of its ranks."""
-        return self.members[0].task
+    def __post_init__(self) -> None:
+        task = self.task = self.members[0].task
+        self.computes = task.compute is not None
+        self.function = task.compute.forward if task.compute is not None and not task.others else None
 
     @property
     def place(self) -> str:
@@ -153,11 +163,15 @@ class Network:
         for actor in self.actors:
             if actor.turn >= 0:
                 self.channels.setdefault(actor.channel, []).append(actor)
+        self.waiters = [edge.target for edge in self.edges]
         self.missing = [sum(not self.tokens[edge] for edge in actor.takes) for actor in self.actors]
         self.num_firings = sum(actor.fires for actor in self.actors)
         self.pulled = {rank: self._pulled(rank) for rank, one in programs.items() if one.units}
         self.gates = {self.bases[rank] + register for rank, one in programs.items() for register in one.gates}
         self.gated = tuple(one for one in self.actors if any(member.task.gated for member in one.members))
+        for actor in self.actors:
+            fills = any(not self.gates.isdisjoint(member.outputs) for member in actor.members)
+            actor.is_gate = fills and bool(self.gated)
 
     def _add_registers(self, rank: int, program: Program) -> None:
         base = self.bases[rank] = len(self.cells)
@@ -167,7 +181,10 @@ class Network:
         for register, consumers in zip(program.registers, program.consumers, strict=True):
             is_micro = register.rate is Rate.MICRO
             modulus = min(register.slots, self.micro_batches) if is_micro else 1
-            per_message = (1 if is_micro else self._fires(program.tasks[index]) for index in consumers)
+            readers = [program.tasks[index] for index in consumers]
+            per_message = (
+                one.inputs.count(register.index) * (1 if is_micro else self._fires(one)) for one in readers
+            )
             self.cells.append(Cells(len(self.reads), modulus))
             self.reads += [sum(per_message) + (register.index in kept)] * modulus
 
@@ -202,7 +219,8 @@ class Network:
         base = self.bases[rank]
         inputs = tuple(base + register for register in task.inputs)
         outputs = tuple(base + register for register in task.outputs)
-        return Member(rank, task, inputs, tuple(dict.fromkeys(inputs)), outputs)
+        sources, targets = (tuple(self.cells[one] for one in found) for found in (inputs, outputs))
+        return Member(rank, task, inputs, outputs, sources, targets)
 
     def _hired(self, number: int, members: tuple[Member, ...]) -> Actor:
         rank, task = members[0].rank, members[0].task
@@ -310,7 +328,7 @@ class Marking:
         self.network = network
         self.tokens = network.tokens.copy()
         self.missing = network.missing.copy()
-        self.fired = [0] * len(network.actors)
+        self.fired = [0] * len(network.actors)  # how often each has
         self.num_fired = 0
         self.running: set[int] = set()
         self.closed: dict[int, int] = {}
@@ -328,12 +346,14 @@ class Marking:
 
     def begin(self, actor: Actor) -> int:
         """An actor that can fire starts to: takes a token of every edge into it. Returns its micro-batch."""
-        tokens, number = self.tokens, actor.number
+        number = actor.number
         self.running.add(number)
-        for edge in actor.takes:
-            tokens[edge] -= 1
-            if not tokens[edge]:
-                self.missing[number] += 1
+        if actor.fires > 1:  # else nobody looks at its tokens again
+            tokens = self.tokens
+            for edge in actor.takes:
+                tokens[edge] -= 1
+                if not tokens[edge]:
+                    self.missing[number] += 1
         return self.fired[number]
 
     def end(self, actor: Actor) -> list[Actor]:
@@ -345,14 +365,12 @@ class Marking:
         self._given = []
         if fired < actor.fires and not self.missing[number]:
             self._given.append(actor)
-        for edge, _ in actor.gives:
-            self._give(edge, 1)
-        for edge, late in actor.gives_late:
-            if fired > late:
-                self._give(edge, 1)
-        if fired == actor.fires:
-            for edge, tokens in actor.gives_last:
-                self._give(edge, tokens)
+        if actor.gives:
+            self._give(actor.gives)
+        if actor.gives_late:
+            self._give((edge, 1) for edge, late in actor.gives_late if fired > late)
+        if actor.gives_last and fired == actor.fires:
+            self._give(actor.gives_last)
         if actor.turn >= 0:
             self._pass_turn(actor.channel)
         return self._given
@@ -369,8 +387,7 @@ class Marking:
             if left:
                 self.num_fired += left
                 self.fired[actor.number] = actor.fires
-                for edge, tokens in actor.gives_last:
-                    self._give(edge, tokens)
+                self._give(actor.gives_last)
         return self._given
 
     def hold_back(self) -> list[Actor]:
@@ -378,12 +395,11 @@ class Marking:
         self._given, self.is_held_back = [], True
         for actor in self.network.gated:
             left = actor.fires - self.fired[actor.number]
-            self.num_fired += left
-            self.fired[actor.number] = actor.fires
-            for edge, tokens in actor.gives if left else ():
-                self._give(edge, tokens * left)
-            for edge, tokens in actor.gives_last if left else ():
-                self._give(edge, tokens)
+            if left:
+                self.num_fired += left
+                self.fired[actor.number] = actor.fires
+                self._give((edge, tokens * left) for edge, tokens in actor.gives)
+                self._give(actor.gives_last)
         for channel, actor in list(self.turn.items()):
             if actor is not None and self.fired[actor.number] >= actor.fires:
                 self._pass_turn(channel)
@@ -405,10 +421,17 @@ class Marking:
             self._less(number)
         return self._given
 
-    def _give(self, edge: int, tokens: int) -> None:
-        if not self.tokens[edge]:
-            self._less(self.network.edges[edge].target)
-        self.tokens[edge] += tokens
+    def _give(self, gifts: Iterable[tuple[int, int]]) -> None:
+        """Gives edges some tokens each."""
+        held, missing, waiters = self.tokens, self.missing, self.network.waiters
+        for edge, tokens in gifts:
+            if not held[edge]:
+                number = waiters[edge]
+                if missing[number] > 1:
+                    missing[number] -= 1
+                else:
+                    self._less(number)
+            held[edge] += tokens
 
     def _less(self, number: int) -> None:
         """An actor waits for one thing less."""
@@ -424,7 +447,7 @@ class Marking:
             actor = next(self._turns[channel], None)
         self.turn[channel] = actor
         if actor is not None:
-            self._give(actor.turn, 1)
+            self._give(((actor.turn, 1),))
 
     @property
     def is_done(self) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 import torch
 
 from ..config import SETTINGS, Settings
-from ..log import Wait, listen
+from ..log import SOURCE, Wait, listen
 from .clock import Offset
 from .program import Program
 from .recorder import Fired, Recorder
@@ -44,7 +44,6 @@ _WINDOW = 10  # snapshots that a rate is the mean of
 class Observed(Protocol):
     """An engine, as far as it is observed."""
 
-    recorder: Recorder | None
     num_steps: int
     programs: Mapping[int, Program]
 
@@ -52,6 +51,13 @@ class Observed(Protocol):
     def num_over(self) -> int:
         """How many steps are over, of `num_steps` that began."""
         ...
+
+    def recorder(self) -> Recorder | None:
+        """Who is told of every firing."""
+        ...
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None: ...
 
     def running(self) -> list[tuple[int, str, str, int]]:
         """What fires at this moment: (rank, lane, name, micro-batch)."""
@@ -162,6 +168,8 @@ class Observer:
 
     def _wait(self, wait: Wait) -> None:
         """The script waited for something."""
+        if wait.kind != SOURCE:
+            return
         with self._lock:
             self._waited += wait.end - wait.start
         if self._traces:

@@ -13,16 +13,16 @@ class Ready:
     """Actors that could fire; the first of them goes."""
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
-        self._heap = list(entries)
-        heapq.heapify(self._heap)
+        self.heap = list(entries)  # looked at directly where every call counts
+        heapq.heapify(self.heap)
 
     def push(self, entry: Entry) -> None:
         """Adds an actor."""
-        heapq.heappush(self._heap, entry)
+        heapq.heappush(self.heap, entry)
 
     def pop(self) -> Entry:
         """Takes out the actor that fires next."""
-        return heapq.heappop(self._heap)
+        return heapq.heappop(self.heap)
 
     def __len__(self) -> int:
-        return len(self._heap)
+        return len(self.heap)

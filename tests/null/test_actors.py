@@ -114,7 +114,7 @@ class Backwards(actors.Ready):
     """Ready actors, of which the last in program order is handed out."""
 
     def pop(self) -> Entry:
-        return self._heap.pop(self._heap.index(max(self._heap)))
+        return self.heap.pop(self.heap.index(max(self.heap)))
 
 
 @pytest.mark.parametrize("queue", [actors.Ready, Backwards])

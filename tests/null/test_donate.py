@@ -107,7 +107,7 @@ class Shuffled(actors.Ready):
     chance = random.Random(0)
 
     def pop(self) -> Entry:
-        return self._heap.pop(self.chance.randrange(len(self)))
+        return self.heap.pop(self.chance.randrange(len(self)))
 
 
 @pytest.mark.parametrize("plan", ["data", "zero", "tensor"])

@@ -109,7 +109,7 @@ class Trainer:
         self.rows: list[Fired] = []
         network = Network(programs, TWO, one_order=False)
         transport = transport or SimTransport(TWO)
-        firing = Firing(network, transport, lambda name: f"op {name}, train.py:7", lambda: self)
+        firing = Firing(network, transport, lambda name: f"op {name}, train.py:7", self)
         self.crew = Crew(network, firing, None, patience=0)
         generator = torch.Generator().manual_seed(0)
         self.state = {
