@@ -1,6 +1,6 @@
 """The public names, re-exported one by one."""
 
-from .data import stream
+from .data import progress, stream
 from .errors import (
     CaptureError,
     CheckpointError,
@@ -53,6 +53,7 @@ __all__ = [
     "load",
     "materialize",
     "placement",
+    "progress",
     "save",
     "sbp",
     "simulate",

@@ -11,7 +11,6 @@ import argparse
 import math
 import os
 import sys
-import time
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
@@ -19,7 +18,6 @@ from pathlib import Path
 import torch
 from model import Shape, build
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from sample import sample, save
 from text import read, standard_library, unigram_entropy, windows
 
@@ -106,19 +104,14 @@ def main() -> int:
             )
             if losses:
                 console.print(f"going on after step {len(losses)}")
-        progress = stack.enter_context(progress_bar(console))
         stop = stack.enter_context(flow.stop_on_interrupt())
-        bar = progress.add_task("training", total=num_steps, completed=len(losses), loss=math.nan, speed=0.0)
-        start = time.perf_counter()
-        for batch in islice(forever(stream), max(0, num_steps - len(losses))):
+        batches = islice(forever(stream), max(0, num_steps - len(losses)))
+        for batch in (steps := flow.progress(batches, num_steps, start=len(losses))):
             losses.append(train_step(batch).item())
             schedule.step()
-            now = time.perf_counter()
-            speed = args.batch * args.context / (now - start)
-            start = now
-            progress.update(bar, advance=1, loss=losses[-1], speed=speed)
+            steps.show(loss=losses[-1])
             if len(losses) % max(1, num_steps // 10) == 0:
-                progress.console.print(f"step {len(losses):5}  loss {losses[-1]:.4f}  {speed:,.0f} tokens/s")
+                steps.print(f"step {len(losses):5}  loss {losses[-1]:.4f}")
             saved = saves is not None and saves.after_step()
             if interrupted := stop():
                 if saves is not None and not saved:
@@ -176,18 +169,6 @@ def forever(stream):
     """Epoch after epoch."""
     while True:
         yield from stream
-
-
-def progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.4f}  {task.fields[speed]:,.0f} tokens/s  ETA"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console.quiet,
-    )
 
 
 def write_losses(path: Path, losses: list[float]) -> None:

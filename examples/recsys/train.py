@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -93,8 +92,10 @@ def main() -> None:
         return loss
 
     batches = forever(flow.stream(data, args.batch, seed=args.seed, drop_last=True))
-    steps = track(islice(batches, args.steps), "training", args.steps, console=console, disable=console.quiet)
-    losses = [train_step(batch).item() for batch in steps]
+    losses = []
+    for batch in (steps := flow.progress(islice(batches, args.steps), args.steps)):
+        losses.append(train_step(batch).item())
+        steps.show(loss=losses[-1])
     last = losses[-20:]
     console.print(
         f"generated clicks: loss {losses[0]:.3f} -> {sum(last) / len(last):.3f}; "

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import track
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -100,8 +99,10 @@ def main() -> None:
             return (model(batch["images"]).argmax(-1) == batch["labels"]).sum()
 
     batches = forever(flow.stream(train, args.batch, seed=args.seed, drop_last=True))
-    steps = track(islice(batches, args.steps), "training", args.steps, console=console, disable=console.quiet)
-    losses = [train_step(batch).item() for batch in steps]
+    losses = []
+    for batch in (steps := flow.progress(islice(batches, args.steps), args.steps)):
+        losses.append(train_step(batch).item())
+        steps.show(loss=losses[-1])
     model.eval()
     right = sum(count_right(batch).item() for batch in flow.stream(held_out, 297, shuffle=False))
     console.print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; {right} of 297 held-out digits are right")

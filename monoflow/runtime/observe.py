@@ -52,6 +52,7 @@ class Observed(Protocol):
         """How many steps are over, of `num_steps` that began."""
         ...
 
+    @property
     def recorder(self) -> Recorder | None:
         """Who is told of every firing."""
         ...
