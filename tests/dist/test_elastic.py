@@ -1,11 +1,10 @@
-"""Jobs that re-form: ranks that die, hang or give up for good, and hosts that join and leave."""
+"""Jobs that re-form: ranks that die, hang or give up for good; `tests/faults` has hosts that join and leave."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -114,23 +113,6 @@ def test_a_bug_ends_the_job(script, run_cli: RunCli, tmp_path: Path) -> None:
     done = run_cli("run", "-n", "2", "--elastic", "1:2", script("raise ValueError('a bug')\n"), tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("ValueError: a bug") == 2 and done.stderr.count("the job re-forms") == 1
-
-
-def test_a_host_joins_and_is_lost(script, tmp_path: Path) -> None:
-    """Two launchers on this machine stand for two hosts."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "hosts"]
-    job = ["-n", 1, "--elastic", "1:2", *meeting, "--local-addr", "localhost", script(LOOP), tmp_path]
-    with started(tmp_path, *job, name="first") as first:
-        until(tmp_path, "rank 0 of 1", name="first")
-        with started(tmp_path, *job, name="second"):
-            until(tmp_path, "rank 0 of 2", name="first")
-            until(tmp_path, "rank 1 of 2", name="second")
-        until(tmp_path, "rank 0 of 1", 2, name="first")
-        (tmp_path / "enough").touch()
-        assert first.wait(60) == 0
 
 
 def test_bounds_are_checked(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def stops(folder: Path) -> bool:
 def suffer(folder: Path) -> None:
     """What a test asks for, by a file: of the first that sees it, or of all, or for this life."""
     rank = os.environ.get("RANK", "0")
+    while (folder / "hold").exists():
+        time.sleep(0.05)
     if took(folder / f"sleep-{rank}"):
         time.sleep(10_000)
     if (folder / "full-disk").exists():
