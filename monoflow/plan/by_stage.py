@@ -40,20 +40,20 @@ class Stages:
 
 
 def stages_of(plan: Plan) -> Stages:
-    """The stages of a plan that has some: forward goes on to the next where it goes to another rank."""
+    """The stages of a plan that has some: forward goes on to the next where it goes to another rank.
+
+    One that has lost its only op, to what is done before the micro-batches, is passed over.
+    """
     axis = plan.stage_axis
     assert axis is not None, f"{plan.name} has no stages"
-    found = positions(plan.graph)
+    found, size = positions(plan.graph), plan.placement.shape[axis]
     numbers: list[int] = []
-    before = None
+    stage = 0
     for node in found.forward:
         rank = _rank(plan, node, axis)
-        moves_on = before is not None and rank not in (None, before)
-        numbers.append((numbers[-1] if numbers else 0) + moves_on)
-        before = before if rank is None else rank
-    size, num = plan.placement.shape[axis], numbers[-1] + 1
-    assert num % size == 0, f"{plan.name} goes on {num - 1} times along an axis of {size} ranks"
-    return Stages(axis, {node: numbers[at] for node, at in found.of.items()}, num)
+        stage += 0 if rank is None else (rank - stage) % size
+        numbers.append(stage)
+    return Stages(axis, {node: numbers[at] for node, at in found.of.items()}, size * (stage // size + 1))
 
 
 def _rank(plan: Plan, node: fx.Node, axis: int) -> int | None:

@@ -39,7 +39,7 @@ def clocks(
     found = _Clocks(parts, seconds)
     walked = {stage: [at for at, one in enumerate(part.items) if one.walked] for stage, part in parts.items()}
     if any(walked.values()):
-        found.advance({stage: own[0] if own else len(parts[stage].items) for stage, own in walked.items()})
+        found.advance({stage: own[0] if own else _idle_from(parts, stage) for stage, own in walked.items()})
         works = {stage: Work(parts[stage], own, seconds[stage]) for stage, own in walked.items()}
         found.now, waits = walk(works, found.now, micro_batches)
         for stage, own in walked.items():
@@ -47,6 +47,16 @@ def clocks(
             found.next_item[stage] = own[-1] + 1 if own else found.next_item[stage]
     found.advance({stage: len(part.items) for stage, part in parts.items()})
     return {stage: Clock(found.now[stage], found.waits[stage]) for stage in parts}
+
+
+def _idle_from(parts: Mapping[Stage, Schedule], stage: Stage) -> int:
+    """The item that a stage, at which nothing is walked, comes to while others walk."""
+    orders = [
+        one.order for part in parts.values() for one in part.items if isinstance(one, Box) and one.walked
+    ]
+    last = max(orders, default=-1)
+    own = parts[stage].items
+    return next((at for at, one in enumerate(own) if isinstance(one, Box) and one.order > last), len(own))
 
 
 class _Clocks:

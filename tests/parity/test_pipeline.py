@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+import torch
 
 import monoflow as flow
 from monoflow.plan.by_stage import stages_of
@@ -93,3 +94,24 @@ def check(name: str, optimizer: str, layout: str, micro_batches: int, **options:
     stages = {one for axes in plan.signatures.values() for one in axes[axis].outputs}
     assert {At(stage) for stage in range(where.placement.shape[axis])} <= stages, "a stage does nothing"
     return step
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4])
+def test_a_stage_may_lose_its_only_op(micro_batches: int) -> None:
+    """As many stages as forward ops; what depends on the batch alone is not the model's, nor any stage's."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(model(x).squeeze(1), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    with flow.simulate(12):
+        step = flow.graph(model, optimizer, plan="pipeline", micro_batches=micro_batches)(train_step)
+        assert_exact(step.verify(torch.randn(8, 6), torch.rand(8), steps=2))
+        assert step.plan.predicted is not None
+        verify_live(Network(step._require().lowered.programs, step.plan.placement, one_order=False))
