@@ -86,6 +86,7 @@ def contest(model: str, rounds: int, teller: _Teller) -> list[Entry]:
         losses.append(float(case.step(case.batch)))
         for _ in range(WARM_UP - 1):
             case.step(case.batch)
+        flow.synchronize()
         cases.append(case)
         teller.step(f"{model}: compiled {plan}")
     _check_equal(model, [plan for plan, _ in wanted], losses)
@@ -114,6 +115,7 @@ def _timed(step: Any, batch: Any) -> tuple[float, float]:
     dist.barrier()
     start, on_cpu = time.perf_counter(), time.process_time()
     step(batch)
+    flow.synchronize()
     return time.perf_counter() - start, time.process_time() - on_cpu
 
 

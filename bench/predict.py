@@ -2,7 +2,8 @@
 
 `python bench/predict.py --help`. Ranks are real processes of this machine; every case is predicted and
 measured by the ranks that run it, so that both see the same machine. It is calibrated right before, for as
-many ranks.
+many ranks. Peaks are compared in one thread, which is all that torch's profiler sees of the allocations; the
+bound is that of a rank whose moves run beside its compute.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from rich.table import Table
 import monoflow as flow
 from monoflow.cli.calibrate import calibrate
 from monoflow.plan.devices import machine_for
+from monoflow.plan.memory import timeline
 from monoflow.plan.predict import predict
+from monoflow.plan.schedule import schedule
 from monoflow.runtime.allocations import allocations
 
 #: Mesh shapes and the plans that are run on each.
@@ -43,13 +46,19 @@ PEAK_GOAL, SECONDS_GOAL = 0.10, 0.25
 
 @dataclass(frozen=True)
 class Row:
-    """One example under one plan; of several ranks, the worst: each column is the largest of any rank."""
+    """One example under one plan; of several ranks, the worst: each column is the largest of any rank.
+
+    Attributes:
+        predicted_bytes: the peak where moves and compute take turns, as they are measured.
+        bound_bytes: what a rank holds at most where moves run beside compute.
+    """
 
     example: str
     mesh: tuple[int, ...]
     plan: str
     predicted_bytes: int
     measured_bytes: int
+    bound_bytes: int
     predicted_seconds: float
     measured_seconds: float
     compute_seconds: float
@@ -137,6 +146,7 @@ def measured(example: str, mesh: tuple[int, ...], plan: str, steps: int, cpu: bo
     step(batch)
     compiled = step._require()
     predicted = predict(compiled.plan, machine_for(placement))
+    in_turn = timeline(compiled.plan, schedule(compiled.plan))
     held = min(_held(step, compiled, batch) for _ in range(5))  # frees by Gloo's threads may go unseen
     seconds = [_timed(step, batch, time.process_time if cpu else time.perf_counter) for _ in range(steps)]
     peak, median = _largest(held, statistics.median(seconds))
@@ -144,8 +154,9 @@ def measured(example: str, mesh: tuple[int, ...], plan: str, steps: int, cpu: bo
         example,
         mesh,
         plan,
-        predicted.peak_bytes,
+        in_turn.peak_bytes,
         int(peak),
+        predicted.peak_bytes,
         predicted.seconds,
         median,
         predicted.seconds_of("compute"),
@@ -165,6 +176,7 @@ def _timed(step: Any, batch: Any, clock: Callable[[], float]) -> float:
         dist.barrier()
     start = clock()
     step(batch)
+    flow.synchronize()
     return clock() - start
 
 
@@ -188,6 +200,7 @@ HEAD = (
     "predicted MB",
     "measured MB",
     "ratio",
+    "bound MB",
     "predicted ms",
     "measured ms",
     "ratio",
@@ -203,6 +216,7 @@ def cells(row: Row) -> list[str]:
         f"{row.predicted_bytes / 1e6:.2f}",
         f"{row.measured_bytes / 1e6:.2f}",
         f"{row.bytes_ratio:.3f}",
+        f"{row.bound_bytes / 1e6:.2f}",
         f"{row.predicted_seconds * 1e3:.1f}",
         f"{row.measured_seconds * 1e3:.1f}",
         f"{row.seconds_ratio:.2f}",
