@@ -55,3 +55,7 @@ class Curve:
         (low, below), (high, above) = points[at - 1], points[at]
         share = math.log(amount / low) / math.log(high / low)
         return below * (above / below) ** share
+
+    def scaled(self, factor: float) -> Curve:
+        """The curve of calls that take so many times as long."""
+        return Curve(tuple((amount, factor * seconds) for amount, seconds in self.points))

@@ -71,6 +71,11 @@ class LinkCost(NamedTuple):
                 return curve.seconds(num_bytes)
         return self.launch + self.alpha * (2 if kind == "all_reduce" else 1) + self.beta * num_bytes
 
+    def scaled(self, factor: float) -> LinkCost:
+        """The cost of an axis on which everything takes so many times as long."""
+        curves = tuple((kind, curve.scaled(factor)) for kind, curve in self.curves)
+        return LinkCost(self.alpha * factor, self.beta * factor, self.launch * factor, curves)
+
 
 def collective_kind(source: Sbp, target: Sbp) -> Kind | None:
     """What takes an axis from one SBP to another in one move; None if equal, or if it takes several.

@@ -107,6 +107,8 @@ def report(measured: Calibration) -> RenderableType:
     if measured.links:
         parts.append(_collectives(measured.links))
         parts.append(f"compute does not feel {device.hiding:.0%} of the seconds of a move beside it")
+    moving = f", moves {measured.moving:.2f} times" * bool(measured.links)
+    parts.append(f"as in whole steps, where computing takes {measured.computing:.2f} times as long{moving}")
     return Group(*parts)
 
 

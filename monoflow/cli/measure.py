@@ -30,6 +30,7 @@ from ..runtime.transport import DistTransport
 from ..sbp.layout import B, NdSbp, Partial, Split
 from .probes import PROBES, Probe
 from .timing import Timing
+from .whole_steps import with_whole_steps
 
 MOVES: dict[Kind, tuple[NdSbp, NdSbp]] = {
     "all_gather": ((B, Split(0)), (B, B)),
@@ -47,12 +48,15 @@ class Extent:
         sizes: elements of the float32 tensors that collectives move, ascending.
         budget: seconds spent on a point: enough for many samples, few enough for all points to take well
             under a minute.
+        spread: bytes of arguments to take turns with.
+        steps: seconds of whole steps; none for 0.
     """
 
     probes: Sequence[Probe] = PROBES
     sizes: Sequence[int] = (1 << 10, 1 << 14, 1 << 18, 1 << 21, 1 << 23)
     budget: float = 0.05
     spread: int = 1 << 26
+    steps: float = 1.0
 
 
 class Progress(NamedTuple):
@@ -89,7 +93,7 @@ def measure(device_type: str, extent: Extent | None = None) -> Calibration:
     timing = Timing.of(setting, extent.budget, extent.spread)
     points = [point for probe in extent.probes for point in probe.points(timing.device)]
     groups = [n for n in range(2, setting.num_ranks + 1) if setting.num_ranks % n == 0]
-    total = len(points) + len(groups)
+    total = len(points) + len(groups) + 1
     curves: dict[str, dict[float, float]] = {}
 
     def tell(number: int, i: int) -> None:
@@ -105,7 +109,9 @@ def measure(device_type: str, extent: Extent | None = None) -> Calibration:
         links[size] = _link(setting, size, timing, extent.sizes)
     made = {key: Curve.through(found) for key, found in curves.items()}
     hiding = _hiding(setting, timing, extent.sizes) if setting.num_ranks > 1 else 0.0
-    return Calibration(setting, _device(setting, made, hiding), links)
+    measured = Calibration(setting, _device(setting, made, hiding), links)
+    _tell(total - 1, total, "whole steps")
+    return with_whole_steps(measured, extent.steps) if extent.steps else measured
 
 
 def _device(setting: Setting, curves: dict[str, Curve], hiding: float) -> Device:

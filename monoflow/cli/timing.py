@@ -87,7 +87,7 @@ class Timing:
         """The amount and the seconds of every call, while every other rank makes the same one.
 
         The least of several passes, as other programs only add to what is measured; they end when one has
-        found nothing less, or took long. Where ranks take turns on the cores, a call that is not interrupted
+        found little less, or took long. Where ranks take turns on the cores, a call that is not interrupted
         does not see that: all are longer by the factor by which computing without a pause is.
 
         Args:
@@ -188,23 +188,23 @@ class Timing:
         """Seconds of a call that is made again and again, of the slowest rank."""
         meet()
         call()
-        once = self._slowest([self._timed(partial(_repeat, call), 2) / 2])[0]
+        once = slowest([self._timed(partial(_repeat, call), 2) / 2], self.device)[0]
         count = max(2, min(_MOST, int(self.budget / once)))
         spans = []
         for _ in range(_BLOCKS if once < self.budget else _LEAST):
             meet()
             spans.append(self._timed(partial(_repeat, call), count) / count)
-        return statistics.median(self._slowest(spans))
+        return statistics.median(slowest(spans, self.device))
 
     def _in_a_row(self, call: Callable[[], Any]) -> float:
         """Seconds of a call that ranks make one after the other, with nothing between."""
         call()
-        once = self._slowest([self._timed(partial(_repeat, call), 2) / 2])[0]
+        once = slowest([self._timed(partial(_repeat, call), 2) / 2], self.device)[0]
         samples = []
         for _ in range(max(_LEAST, min(_MOST, int(2 * self.budget / once)))):
             meet()
             samples.append(self._timed(partial(_repeat, call), 1))
-        return statistics.median(self._slowest(samples))
+        return statistics.median(slowest(samples, self.device))
 
     def _sampled(self, call: Callable[[int], None]) -> list[float]:
         """Seconds of one of the calls that `call(count)` makes, several times."""
@@ -224,12 +224,6 @@ class Timing:
             torch.accelerator.synchronize()
         return time.perf_counter() - start
 
-    def _slowest(self, seconds: list[float]) -> list[float]:
-        most = torch.tensor(seconds, device=self.device)
-        if dist.is_initialized():
-            dist.all_reduce(most, dist.ReduceOp.MAX)
-        return most.tolist()
-
 
 def mean(seconds: float, device: torch.device) -> float:
     """The same number on every rank."""
@@ -238,6 +232,14 @@ def mean(seconds: float, device: torch.device) -> float:
     total = torch.tensor(seconds, device=device)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
+
+
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """Of each number the largest of any rank."""
+    most = torch.tensor(seconds, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.tolist()
 
 
 def meet() -> None:

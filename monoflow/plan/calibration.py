@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..config import Settings
 from ..errors import PlanError
 from .cost import Device, Machine
 
-_FORMAT = "monoflow calibration 2"
+_FORMAT = "monoflow calibration 3"
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,39 @@ class Calibration:
 
     Attributes:
         links: group size -> cost, measured with all groups of that size at work at once.
+        computing, moving: what whole steps were seen to take more than such calls alone, as factors that are
+            in the seconds of the device and of the links.
     """
 
     setting: Setting
     device: Device
     links: Mapping[int, LinkCost]
+    computing: float = 1.0
+    moving: float = 1.0
 
     def machine(self, shape: Sequence[int]) -> Machine:
         """The machine of a placement whose axes have these sizes."""
         nothing = LinkCost(0.0, 0.0)
         return Machine(self.device, tuple(self.links[n] if n > 1 else nothing for n in shape))
 
+    def scaled(self, computing: float, moving: float) -> Calibration:
+        """One whose computing and moves take so many times as long."""
+        device = replace(
+            self.device,
+            flops={dtype: rate / computing for dtype, rate in self.device.flops.items()},
+            bandwidth=self.device.bandwidth / computing,
+            launch=self.device.launch * computing,
+            curves={key: curve.scaled(computing) for key, curve in self.device.curves.items()},
+        )
+        links = {size: link.scaled(moving) for size, link in self.links.items()}
+        return Calibration(self.setting, device, links, self.computing * computing, self.moving * moving)
+
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
         device = asdict(self.device) | {"curves": {k: c.points for k, c in self.device.curves.items()}}
         links = {str(n): _encode_link(link) for n, link in self.links.items()}
         data = {"format": _FORMAT, "setting": asdict(self.setting), "device": device, "links": links}
+        data |= {"computing": self.computing, "moving": self.moving}
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(data, indent=1, allow_nan=False))
@@ -94,6 +111,8 @@ class Calibration:
             Setting(**data["setting"]),
             Device(**data["device"] | {"curves": _decode_curves(data["device"]["curves"])}),
             {int(n): _decode_link(link) for n, link in data["links"].items()},
+            float(data["computing"]),
+            float(data["moving"]),
         )
 
     @staticmethod

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from monoflow.boxing.curve import Curve
+from monoflow.boxing.route import LinkCost
+from monoflow.cli import whole_steps
 from monoflow.cli.measure import MOVES, Extent, measure
 from monoflow.cli.probes import PROBES
 from monoflow.mesh import placement
 from monoflow.plan.calibration import Calibration, Setting, load_calibration
-from monoflow.plan.cost import op_seconds
+from monoflow.plan.cost import Device, op_seconds
 from monoflow.plan.devices import machine_for
 from monoflow.plan.op_class import OpClass
+from monoflow.plan.predict import predict
 from monoflow.sbp.signature import TensorMeta
+from monoflow.step.decorator import Step
 from tests.conftest import RunCli, RunRanks
 
 aten = torch.ops.aten
@@ -24,6 +30,7 @@ SHORT = Extent(
     sizes=(1 << 10, 1 << 14),
     budget=1e-3,
     spread=1 << 20,
+    steps=0.1,
 )
 
 
@@ -47,11 +54,41 @@ def test_ranks_measure_together_and_agree(run_ranks: RunRanks, tmp_path: Path) -
     products = {f"product/{one}" for one in ("float32", "bfloat16", "float64")}
     assert set(found.device.curves) == {"stream", "factors", *products}
     assert 0 <= found.device.hiding <= 1
+    assert found.computing != 1.0 and found.moving != 1.0
+
+
+def with_steps_that_take(factors: list[tuple[float, float]]) -> list[Calibration]:
+    """A made-up calibration by steps that compute and move so many times longer than it says."""
+    setting = replace(Setting.here("cpu", 2), num_ranks=2)
+    device = Device("made up", {"float32": 1e9}, 1e9, 1e-6, 1 << 30, {"stream": Curve(((1.0, 1e-10),))}, 0.5)
+    plain = Calibration(setting, device, {2: LinkCost(1e-2, 1e-6)})
+
+    def timed(step: Step, batch: torch.Tensor, _: float) -> float:
+        plan = step.compile(batch)
+        return predict(plan, plain.scaled(*times).machine(plan.placement.shape)).seconds
+
+    whole_steps._timed = timed
+    found = []
+    for times in factors:
+        found.append(whole_steps.with_whole_steps(plain, 0.0))
+    return found
+
+
+def test_seconds_are_those_that_whole_steps_take(run_ranks: RunRanks) -> None:
+    given = [(1.5, 0.7), (9.0, 1.0)]
+    expected = [(1.5, 0.7), (4.0, 4.0)]  # within bounds
+    for each in run_ranks(2, with_steps_that_take, given):
+        for found, wanted in zip(each, expected, strict=True):
+            assert (found.computing, found.moving) == pytest.approx(wanted, rel=3e-3)
+            assert found.device.flops["float32"] == pytest.approx(1e9 / found.computing)
+            assert found.device.launch == pytest.approx(1e-6 * found.computing)
+            assert found.device.curves["stream"].points == ((1.0, pytest.approx(1e-10 * found.computing)),)
+            assert found.links[2].seconds("all_gather", 10**6) == pytest.approx(found.moving * (1e-2 + 1.0))
 
 
 def test_one_rank_measures_every_class() -> None:
-    found = measure("cpu", Extent(budget=1e-4, spread=1 << 16))
-    assert found.links == {}
+    found = measure("cpu", Extent(budget=1e-4, spread=1 << 16, steps=0.0))
+    assert found.links == {} and found.computing == found.moving == 1.0
     kinds = {key.partition("/")[0] for key in found.device.curves}
     assert kinds == set(OpClass)
     for key, curve in found.device.curves.items():
