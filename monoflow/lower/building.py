@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import cache
+from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
@@ -32,6 +33,12 @@ Tensor = torch.Tensor
 #: "background": the first steps run op by op while code is compiled beside them; "ahead": a task is compiled
 #: before it first runs; "off": ops one by one.
 MODES = ("background", "ahead", "off")
+
+#: Seconds that tasks run op by op before a thread compiles beside them. To compile takes tens of seconds of a
+#: core: who runs for a moment, or has steps of a millisecond, pays nothing.
+PAYS_AFTER = 2.0
+#: Seconds that the end of the process waits for the thread to put down what it has in hand.
+_LEAVE_WITHIN = 5.0
 
 
 def check_mode(mode: object) -> str:
@@ -99,7 +106,7 @@ class Builder:
 
     Args:
         module_of, describe: see `compiled`.
-        beside: whether a thread does it, from the second step on, or the caller at once.
+        beside: whether a thread does it, once the ops took `PAYS_AFTER` seconds, or the caller at once.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class Builder:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._left = threading.Event()
+        self._seconds = 0.0
         self.submit = _on_threads(_num_cores(), beside)
 
     def add(self, function: TaskFunction) -> None:
@@ -126,6 +134,12 @@ class Builder:
         with self._lock:
             self._waiting.append(function)
 
+    def ran(self, seconds: float) -> None:
+        """A task ran op by op, for so long. Lets the thread begin if that went on for long enough."""
+        self._seconds += seconds
+        if self.beside and self._seconds >= PAYS_AFTER and not self._left.is_set():
+            self.start()
+
     def start(self) -> None:
         """Lets the thread work on what waits, if none does."""
         with self._lock:
@@ -133,7 +147,7 @@ class Builder:
                 return
             self._thread = threading.Thread(target=self._work, name="monoflow compiler", daemon=True)
             self._thread.start()
-        atexit.register(self._left.set)
+            atexit.register(_leave, self._left, self._thread)
 
     def _work(self) -> None:
         while not self._left.is_set():
@@ -157,6 +171,12 @@ class Builder:
     def is_wanted(self) -> bool:
         """Whether code is still of use: not when the process ends, or none can be made."""
         return not self._left.is_set()
+
+
+def _leave(left: threading.Event, thread: threading.Thread) -> None:
+    """Ends a thread before the interpreter does, which would stop it within the compiler's own code."""
+    left.set()
+    thread.join(_LEAVE_WITHIN)
 
 
 @cache
@@ -214,16 +234,17 @@ class TaskFunction:
         if self._looks is None:
             self._looks = [Look.of(tensor) for tensor in tensors]
             self._builder.add(self)
-        elif self._compiled is None:
-            self._builder.start()
         if self._compiled is not None:
             return self._compiled.forward(tensors, time)
+        start = perf_counter()
         try:
             return self._module.forward(tensors, time)
         except Exception as error:
             node = failing_node(self._module, error.__traceback__)
             error.add_note(f"in {self._builder.describe(node)}")
             raise
+        finally:
+            self._builder.ran(perf_counter() - start)
 
     @property
     def is_compiled(self) -> bool:
@@ -241,6 +262,8 @@ class TaskFunction:
             _tell_once(str(error))
             return
         except Exception as error:  # whatever the compiler meets: the ops themselves still run
+            if not builder.is_wanted():  # the process ends, and much fails then
+                return
             first = next((node.name for node in self.graph.nodes if node.op == "call_function"), "")
             what = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             stage_logger("lower").warning(

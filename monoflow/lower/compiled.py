@@ -214,7 +214,7 @@ class CompiledTask:
             if is_wanted():
                 code.finish()
             log.debug("%s is ready after %.2f s", code.name, perf_counter() - start)
-            if code.problem:
+            if code.problem and is_wanted():
                 origin = self._describe(step.piece.nodes[0].name)
                 log.warning("%s and what follows run op by op: %s", origin, code.problem)
 

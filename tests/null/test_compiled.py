@@ -263,13 +263,16 @@ def test_ahead_a_task_is_compiled_before_it_first_runs():
 
 
 @pytest.mark.usefixtures("stand_in")
-def test_in_the_background_the_second_run_starts_the_compiler():
+def test_in_the_background_the_compiler_starts_once_ops_took_long(monkeypatch: pytest.MonkeyPatch):
+    clock = iter(range(100))
+    monkeypatch.setattr(building, "perf_counter", lambda: next(clock))  # a run takes a second
     layers, made = Layers(), builder(True)
     function = building.TaskFunction(layers.module, made)
     expected = layers.module.forward(layers.inputs())
     function.forward(layers.inputs())
-    assert not function.is_compiled and not made.library.codes
+    assert made._thread is None and not function.is_compiled and not made.library.codes
     torch.testing.assert_close(function.forward(layers.inputs()), expected)
+    assert made._thread is not None
     made.join()
     assert function.is_compiled
     torch.testing.assert_close(function.forward(layers.inputs()), expected)
