@@ -8,13 +8,14 @@ Results do not depend on that order. Moves fire in one order for each channel, t
 block, so that is what keeps data-driven firing from deadlock.
 
 Where nothing waits, in a simulation and on one device, actors fire in the thread that calls; a rank among
-others has `lanes`. On an accelerator its streams are the lanes: whoever calls puts the work into them.
+others has `lanes`. On an accelerator `streams` are the lanes: whoever calls puts the work into them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from time import perf_counter_ns
 
 import torch
@@ -33,6 +34,7 @@ from .program import Program
 from .pulled import Counter, StoreCounter, Units
 from .ready import Ready
 from .recorder import Recorder
+from .streams import Accelerator, Device, Streams
 
 
 class Done:
@@ -56,10 +58,11 @@ class Engine:
         transport: how tensors cross ranks.
         describe: names the origin of a graph node in error messages.
         lanes: whether compute, moves and the host's work have a thread each, or one for all, where a rank has
-            threads of its own; None to fire in the thread that calls, come what may.
+            threads of its own, and whether moves have streams of their own on an accelerator; None to fire in
+            the thread that calls, and in its stream, come what may.
         patience: seconds without any firing after which a step on lanes fails; 0 for no end.
         units: hands out what ranks pull; made here when left out, which all ranks must do at the same time.
-
+        device: whose streams are lanes; that of the placement where a rank has some when left out.
     """
 
     def __init__(
@@ -71,10 +74,15 @@ class Engine:
         lanes: bool | None = SETTINGS.lanes,
         patience: float = SETTINGS.watchdog,
         units: Units | None = None,
+        device: Device | None = None,
     ) -> None:
         self.programs, self.placement = programs, placement
         on_cpu, board = placement.device_type == "cpu", transport.board
-        self.network = Network(programs, placement, one_order=board is None or not lanes or not on_cpu)
+        if device is None and not on_cpu and board is not None and lanes:
+            device = Accelerator()
+        one_order = board is None or not lanes or not on_cpu
+        self.network = Network(programs, placement, one_order, is_paced=not one_order or device is not None)
+        self._streams = None if device is None else Streams(self.network, device)
         if SETTINGS.verify:
             verify_live(self.network)
         if self.network.pulled and units is None:
@@ -220,10 +228,13 @@ class Engine:
 
     def _drive(self, registers: Registers, firing: Firing | None = None) -> None:
         """Fires actors until none is left."""
-        firing = self.firing if firing is None else firing
+        with nullcontext() if self._streams is None else self._streams.step():
+            self._fire_all(registers, self.firing if firing is None else firing)
+
+    def _fire_all(self, registers: Registers, firing: Firing) -> None:
         firing.start()
         marking, actors, step = Marking(self.network), self.network.actors, self.num_steps - 1
-        self._marking, fired = marking, marking.fired
+        self._marking, fired, streams = marking, marking.fired, self._streams
         ready = Ready((0, one.task.turn(0), one.task.index, one.number) for one in marking.ready())
         given: list[Actor] = []
         while given or ready.heap:
@@ -235,8 +246,15 @@ class Engine:
                     ready.push((0, task.turn(fired[one.number]), task.index, one.number))
                 actor = actors[ready.pop()[3]]
             time = marking.begin(actor)
-            results = firing.work(actor, step, time, firing.read(registers, actor, time))
-            given = firing.end(registers, marking, actor, time, results)
+            inputs = firing.read(registers, actor, time)
+            if streams is None:
+                results = firing.work(actor, step, time, inputs)
+                given = firing.end(registers, marking, actor, time, results)
+            else:
+                with streams.lane(actor, time, inputs):
+                    results = firing.work(actor, step, time, inputs)
+                    given = firing.end(registers, marking, actor, time, results)
+                streams.made(actor, time, results)
             del results
         if not marking.is_done:
             lines = [text for _, text in marking.wait_for_graph()]

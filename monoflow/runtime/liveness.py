@@ -20,7 +20,7 @@ def verify_live(network: Network) -> Network:
     most = max((cells.modulus for cells in network.cells), default=1)
     enough = min(network.micro_batches, 2 * most + 2)
     if enough < network.micro_batches:
-        short = Network(network.programs, network.placement, network.one_order, enough)
+        short = Network(network.programs, network.placement, network.one_order, enough, network.is_paced)
         marking = walked(short)
     else:
         marking = walked(network)

@@ -129,6 +129,8 @@ class Network:
         one_order: all moves go in one order, as one thread runs them; otherwise those of each channel do.
         micro_batches: how many to walk; the programs' own number when left out, where they are pulled the
             number of units, which one rank may get all of.
+        is_paced: whether compute and collectives keep each other's pace; unless all go in one order, when
+            left out.
     """
 
     def __init__(
@@ -137,8 +139,10 @@ class Network:
         placement: Placement,
         one_order: bool = True,
         micro_batches: int | None = None,
+        is_paced: bool | None = None,
     ) -> None:
         self.programs, self.placement = programs, placement
+        self.is_paced = not one_order if is_paced is None else is_paced
         found = {program.units or program.micro_batches for program in programs.values()}
         assert len(found) == 1, f"ranks walk different numbers of micro-batches: {sorted(found)}"
         self.micro_batches = found.pop() if micro_batches is None else micro_batches
@@ -158,7 +162,7 @@ class Network:
         self._add_actors()
         for rank, program in programs.items():
             self._connect(rank, program)
-            if not one_order:
+            if self.is_paced:
                 self._set_pace(rank, program)
         for actor in self.actors:
             if actor.turn >= 0:
@@ -280,7 +284,7 @@ class Network:
             else:
                 source.gives_last.append((edge, waiter.fires))
         for task in program.tasks:
-            if task.behind:
+            if task.behind and not self.one_order:
                 self._set_behind(rank, task, *task.behind)
 
     def _set_behind(self, rank: int, task: Task, first: int, number: int) -> None:
