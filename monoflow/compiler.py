@@ -182,13 +182,13 @@ def trace(
     source = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     name = getattr(function, "__name__", "step")
     captured = capture(function, subject, args, kwargs, name=name, source=source, batch_stats=batch_stats)
-    graph = verify(captured.graph, "capture")
+    graph = replace(verify(captured.graph, "capture"), draft=True)  # nobody else has it
     cleaned_first = {"clean": PASSES["clean"], "guard": guard(captured.losses, every_gradient)}
     for key, one in {**cleaned_first, **PASSES}.items():
         graph = verify(one(graph), key)
         log.debug("after %s: %d nodes", key, len(graph.graph.nodes))
     log.info("captured %s: %d nodes in %.2f s", name, len(graph.graph.nodes), time.perf_counter() - start)
-    return replace(captured, graph=graph)
+    return replace(captured, graph=replace(graph, draft=False))
 
 
 @_keeping()

@@ -147,12 +147,12 @@ class Run:
     # --- before the call ---------------------------------------------------------------------------
 
     def _swap(self, stack: ExitStack, values: Mapping[str, torch.Tensor], watch: CaptureMode) -> list[State]:
-        subject = self.subject
-        for name in subject.params:
+        subject, originals = self.subject, self.subject.originals
+        for name, param in subject.params.items():
             fake = values[name]
             fake.grad = values.get(f"{name}:grad")
             if fake.requires_grad:
-                _copy_hooks(subject.originals.get(name, subject.params[name]), fake)
+                _copy_hooks(originals.get(name, param), fake)
                 fake.register_post_accumulate_grad_hook(lambda _, name=name: self._note_read(name))
         states = [
             self._swap_optimizer(stack, number, values, watch) for number in range(len(subject.optimizers))

@@ -28,6 +28,11 @@ def add_call(graph: fx.Graph, target: Any, args: Sequence[Any], kwargs: dict[str
     return node
 
 
+def editable(graph: StepGraph) -> fx.Graph:
+    """The fx graph, free to edit: a draft's own, and of any other a copy."""
+    return graph.graph if graph.draft else copied(graph)
+
+
 def copied(graph: StepGraph, source_of: Callable[[fx.Node], fx.Node | None] = lambda _: None) -> fx.Graph:
     """A copy of the fx graph, free to edit. Node names and metadata are kept.
 

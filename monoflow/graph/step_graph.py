@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -93,7 +93,8 @@ class StepGraph:
     """A functional fx graph: placeholders in the order of `inputs`, results in the order of `outputs`.
 
     Node targets are op overloads and operator.getitem. Every node has `meta["val"]` (fake tensors) and
-    `meta["info"]` (NodeInfo). The graph is never changed after it is made: a pass returns a new one.
+    `meta["info"]` (NodeInfo). The graph is never changed after it is made: a pass returns a new one. While it
+    is made, it is a `draft`: its only holder hands it from pass to pass, and each may edit it in place.
     """
 
     graph: fx.Graph
@@ -102,6 +103,7 @@ class StepGraph:
     name: str = "step"
     source: str = ""
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    draft: bool = False
 
     @cached_property
     def input_of(self) -> dict[str, Input]:
@@ -283,24 +285,32 @@ def meta_of(value: torch.Tensor) -> TensorMeta:
 
 def metas_of(node: fx.Node) -> tuple[TensorMeta | None, ...]:
     """Shape and dtype of every tensor output of a node; None for an absent one."""
-    return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in leaves_of(node.meta["val"]))
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return (meta_of(value),)
+    return tuple(meta_of(x) if isinstance(x, torch.Tensor) else None for x in leaves_of(value))
 
 
 def tensor_args(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor arguments of a node in flattened order, repeats included."""
-    return tuple(x for x in leaves_of((node.args, node.kwargs)) if isinstance(x, fx.Node))
+    return tuple([x for x in leaves_of((node.args, node.kwargs)) if isinstance(x, fx.Node)])
 
 
-def leaves_of(tree: Any) -> Iterator[Any]:
+def leaves_of(tree: Any) -> list[Any]:
     """What lists, tuples and dicts hold, in order. What fx allows as arguments needs no more than that."""
-    if isinstance(tree, (list, tuple)):
-        for one in tree:
-            yield from leaves_of(one)
-    elif isinstance(tree, dict):
-        for one in tree.values():
-            yield from leaves_of(one)
-    else:
-        yield tree
+    found: list[Any] = []
+    _collect((tree,), found)
+    return found
+
+
+def _collect(trees: Iterable[Any], found: list[Any]) -> None:
+    for one in trees:
+        if isinstance(one, (list, tuple)):
+            _collect(one, found)
+        elif isinstance(one, dict):
+            _collect(one.values(), found)
+        else:
+            found.append(one)
 
 
 def op_call(node: fx.Node) -> OpCall:

@@ -47,8 +47,8 @@ def _verify_call(node: fx.Node) -> None:
     assert isinstance(node.meta.get("info"), NodeInfo), f"{node} has no origin"
     assert "val" in node.meta, f"{node} has no fake value"
     for value in leaves_of((node.args, node.kwargs, node.meta["val"])):
-        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-        assert not real, f"{node} holds a tensor with values; make it an input"
+        if isinstance(value, torch.Tensor):
+            assert isinstance(value, FakeTensor), f"{node} holds a tensor with values; make it an input"
     if is_getitem(node):
         _verify_getitem(node)
         return

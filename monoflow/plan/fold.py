@@ -8,13 +8,13 @@ repeat counts. Units with a single weight do not: a stack of plain layers wants 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from ..graph.step_graph import Role, StepGraph, info_of, is_getitem, metas_of, op_name
+from ..graph.step_graph import Role, StepGraph, info_of, is_getitem, metas_of
 
 _FEWEST = 3  # units to be worth folding
 
@@ -110,8 +110,8 @@ def _form(nodes: Sequence[fx.Node], paths: Mapping[fx.Node, tuple[str, ...]], de
     return tuple(
         (
             node.op,
-            op_name(node.target) if node.op == "call_function" else "",
-            str(info_of(node).phase) if node.op == "call_function" else "",
+            node.target if node.op == "call_function" else "",
+            info_of(node).phase if node.op == "call_function" else "",
             paths[node][depth:],
             metas_of(node),
             _argument((_arguments(node), tuple(node.kwargs.items())), number),
@@ -129,11 +129,13 @@ def _arguments(node: fx.Node) -> tuple:
 
 
 def _argument(value: Any, number: Mapping[fx.Node, int]) -> Any:
+    if type(value) is int:
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple([_argument(one, number) for one in value])
     if isinstance(value, fx.Node):
         path: tuple[Any, ...] = ()
         while is_getitem(value):
             value, path = value.args[0], (value.args[1], *path)
         return ("node", number[value], path) if value in number else "outside"
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return tuple(_argument(one, number) for one in value)
     return "number" if isinstance(value, float) else repr(value)  # no layout depends on it

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..rewrite import Pass, copied, finished, insert_traced
+from ..rewrite import Pass, editable, finished, insert_traced
 from ..step_graph import Output, Phase, Role, StepGraph, info_of, meta_of
 from .norms import is_full_norm
 
@@ -38,7 +38,7 @@ def guard(losses: Sequence[str] = (), every_gradient: bool = False) -> Pass:
         grads = _gradients(graph)
         if not grads:
             return graph
-        edited = copied(graph)
+        edited = editable(graph)
         nodes = {node.name: node for node in edited.nodes}
         found = _norm_of_all(edited, [nodes[one.name] for one in grads])
         if found is None and every_gradient:

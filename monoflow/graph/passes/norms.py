@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..rewrite import copied, finished, insert_copy, insert_traced, traced_on
+from ..rewrite import editable, finished, insert_copy, insert_traced, traced_on
 from ..step_graph import StepGraph
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ _NORM = aten.linalg_vector_norm.default
 
 def join_norms(graph: StepGraph) -> StepGraph:
     """Rewrites norm(stack([norm(x), norm(y), ...])) as sqrt(sum(stack([sum(x*x), sum(y*y), ...])))."""
-    edited = copied(graph)
+    edited = editable(graph)
     squares: dict[tuple, fx.Graph] = {}
     for node in list(edited.nodes):
         stack = node.args[0] if is_full_norm(node) else None

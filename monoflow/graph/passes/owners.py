@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..rewrite import copied
+from ..rewrite import editable
 from ..step_graph import Phase, StepGraph, info_of
 
 
@@ -22,7 +22,7 @@ def name_owners(graph: StepGraph) -> StepGraph:
     does, the only module whose gradients lead to it. What serves several (the norm of all gradients) stays
     without one.
     """
-    edited = copied(graph)
+    edited = editable(graph)
     placeholders = [node for node in edited.nodes if node.op == "placeholder"]
     params = {node: one.of for one, node in zip(graph.inputs, placeholders, strict=True) if one.of}
     modules: dict[fx.Node, str] = {}

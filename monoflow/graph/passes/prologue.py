@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from torch import fx
 
-from ..rewrite import copied, finished
+from ..rewrite import editable, finished
 from ..step_graph import Phase, Role, StepGraph, info_of, metas_of
 
 
 def hoist_counts(graph: StepGraph) -> StepGraph:
     """Marks batch-only reductions to one element, and what they need, and moves them to the front."""
-    edited = copied(graph)
+    edited = editable(graph)
     placeholders = [node for node in edited.nodes if node.op == "placeholder"]
     batch_only: set[fx.Node] = set()
     from_batch: set[fx.Node] = set()
