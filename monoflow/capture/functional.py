@@ -60,11 +60,12 @@ def functionalize(
     followed = [node for node in inputs if written is None or not written.is_renamed(node)]
 
     def run(*values: torch.Tensor) -> Any:
-        replay = _Replay(traced, forms, written)
+        recording = Recording(others=forms)
+        replay = _Replay(traced, forms, written, recording)
         given = dict(zip(followed, values, strict=True))
         if written is None or not fakes:
             return replay(inputs, given)
-        with fakes[0].fake_mode, Recording(others=forms):  # pyright: ignore[reportAttributeAccessIssue]
+        with fakes[0].fake_mode, recording:  # pyright: ignore[reportAttributeAccessIssue]
             return replay(inputs, given)
 
     with torch.no_grad(), _use_lazy_graph_module(True):
@@ -90,12 +91,18 @@ class _Replay:
 
     Args:
         written: tells what is written to; None if every node is to run.
+        recording: the mode under which all but that is done.
     """
 
     def __init__(
-        self, traced: fx.GraphModule, forms: Mapping[Any, Callable], written: Written | None
+        self,
+        traced: fx.GraphModule,
+        forms: Mapping[Any, Callable],
+        written: Written | None,
+        recording: Recording,
     ) -> None:
         self.traced, self.forms, self.written = traced, forms, written
+        self.recording = recording
         self.inputs: dict[fx.Node, fx.Node] = {}  # the placeholders of both traces
         self.ran: dict[fx.Node, Any] = {}  # values, wrapped for functionalization
         self.copies: dict[fx.Node, fx.Node] = {}
@@ -180,7 +187,7 @@ class _Replay:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self._plain)  # type: ignore[misc]
         targets: Any = [node.args[0]] if isinstance(node.args[0], fx.Node) else node.args[0]
         with below_functionalization():
-            results = form(*args, **kwargs)
+            results = self.recording.run(form, args, kwargs)
             for target, result in zip(
                 targets, results if isinstance(results, (list, tuple)) else [results], strict=True
             ):

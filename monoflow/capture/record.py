@@ -100,7 +100,10 @@ class Recording(TorchDispatchMode):
     ) -> Any:
         if is_question(func, args):
             return args[0].fake_device
-        kwargs = kwargs or {}
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Runs an op as a call of it would."""
         return func(*args, **kwargs) if func in self.others else self.recorder.call(func, args, kwargs)
 
 

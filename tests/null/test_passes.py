@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from monoflow import compiler
 from monoflow.graph.passes.clean import clean
+from monoflow.graph.passes.guard import guard
 from monoflow.graph.passes.norms import join_norms
+from monoflow.graph.passes.owners import name_owners
 from monoflow.graph.passes.prologue import hoist_counts
 from monoflow.graph.rewrite import Pass
 from monoflow.graph.step_graph import Phase, Role, StepGraph, info_of
@@ -319,3 +323,40 @@ def test_hoist_counts_leaves_sums_of_constants_and_of_nothing() -> None:
         {"x": (Role.BATCH, X), "c": (Role.CONSTANT, X)},
     )
     assert prologue(applied(hoist_counts, graph)) == []
+
+
+# --- drafts ----------------------------------------------------------------------------------------
+
+
+def test_passes_edit_a_draft_in_place_and_copy_any_other_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        mask = y != -100
+        loss = F.mse_loss(model(x)[mask.int()], x[:, :3][mask.int()], reduction="sum") / mask.sum()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    captured = trace(step, (model, optimizer), X, torch.arange(3))
+    cleaned = clean(captured.graph)
+    passes = (guard(captured.losses), join_norms, hoist_counts, name_owners)
+    text = cleaned.text()
+    whole, draft = cleaned, replace(clean(captured.graph), draft=True)
+    own = draft.graph
+    for one in passes:
+        whole, draft = verify(one(whole), "copy"), verify(one(draft), "draft")
+        assert draft.graph is own and draft.draft
+        assert draft.text() == whole.text()
+        assert whole.graph is not cleaned.graph and cleaned.text() == text
+    assert [node.name for node in draft.graph.nodes] == [node.name for node in whole.graph.nodes]
+
+
+def test_a_captured_graph_is_no_draft() -> None:
+    model = nn.Linear(4, 3)
+    graph = compiler.trace(lambda x: model(x).sum(), compiler.subject_of([model]), (X,), {}).graph
+    assert not graph.draft
+    assert hoist_counts(graph).graph is not graph.graph
