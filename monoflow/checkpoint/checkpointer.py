@@ -23,6 +23,8 @@ from .shadow import Shadow
 from .write import Contents
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: Seconds in which two SIGTERM are one: a scheduler may tell ranks and the launcher, which tells them too.
+_ONE_REQUEST = 5.0
 
 
 class _Ballot:
@@ -84,7 +86,7 @@ class Checkpointer:
         self._group, self._saver, self._shadow = group, Saver(group), shadow
         self._saved_at = -1
         self._last = time.monotonic()
-        self._signum = 0
+        self._signum, self._signalled = 0, 0.0
         self._previous: dict[int, Any] = {}
         votes = on_signal or self.every.seconds is not None or shadow is not None
         self._ballot = _Ballot(group) if votes else None
@@ -178,10 +180,11 @@ class Checkpointer:
                 error.add_note(f"besides, a checkpoint was not saved: {other}")
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self._signum:  # the second one does what it did before
-            self._restore()
+        if not self._signum:
+            self._signum, self._signalled = signum, time.monotonic()
+        elif signum != signal.SIGTERM or time.monotonic() - self._signalled > _ONE_REQUEST:
+            self._restore()  # it does what it did before
             signal.raise_signal(signum)
-        self._signum = signum
 
     def _restore(self) -> None:
         for signum, handler in self._previous.items():

@@ -26,6 +26,10 @@ from .cost import Device, Machine
 _FORMAT = "monoflow calibration 3"
 
 
+class _OtherFormat(ValueError):
+    """A file that another version wrote."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a calibration holds for.
@@ -106,7 +110,7 @@ class Calibration:
         """Reads a calibration. Raises ValueError, KeyError or TypeError of a file that is damaged."""
         data = json.loads(path.read_text())
         if data["format"] != _FORMAT:
-            raise ValueError(f"format {data['format']!r}, not {_FORMAT!r}")
+            raise _OtherFormat(f"format {data['format']!r}, here {_FORMAT!r}")
         return Calibration(
             Setting(**data["setting"]),
             Device(**data["device"] | {"curves": _decode_curves(data["device"]["curves"])}),
@@ -124,6 +128,10 @@ class Calibration:
         """
         try:
             found = Calibration.read(path)
+        except _OtherFormat as error:
+            raise PlanError(
+                f"the calibration in {path} is stale ({error}); run `{setting.command}`"
+            ) from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 f"the calibration in {path} is damaged ({type(error).__name__}: {error}); "

@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -546,6 +547,30 @@ def test_a_signal_saves_though_the_save_before_failed(
     assert stopped.value.code == 143
     assert [number for number, _ in checkpoints(tmp_path)] == [2]
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+@pytest.mark.parametrize(("apart", "ends"), [(0.0, False), (6.0, True)])
+def test_a_scheduler_may_tell_ranks_and_launcher(
+    apart: float, ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second SIGTERM at the same time does not keep a rank from saving; a later one is what it was."""
+    step, told = build(), []
+    previous = signal.signal(signal.SIGTERM, lambda *_: told.append("before"))
+    try:
+        with pytest.raises(SystemExit), flow.checkpointer(tmp_path, step) as series:
+            signal.raise_signal(signal.SIGTERM)
+            now = time.monotonic()
+            monkeypatch.setattr(time, "monotonic", lambda: now + apart)
+            signal.raise_signal(signal.SIGTERM)
+            monkeypatch.undo()
+            assert told == ["before"] * ends
+            run(step, 0, 1)
+            series.after_step()
+            run(step, 1, 1)
+            series.after_step()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert [number for number, _ in checkpoints(tmp_path)] == [2]
 
 
 # --- a series --------------------------------------------------------------------------------------

@@ -150,11 +150,20 @@ def test_a_stale_calibration_says_what_differs(cache: Path) -> None:
         load_calibration("cpu", 4)
 
 
+def test_a_calibration_of_another_format_is_stale(cache: Path) -> None:
+    made = calibration()
+    path = calibration_path(made.setting)
+    made.save(path)
+    path.write_text(path.read_text().replace("monoflow calibration 3", "monoflow calibration 2"))
+    with pytest.raises(PlanError, match=r"stale \(format 'monoflow calibration 2', here .*calibrate -n 4"):
+        load_calibration("cpu", 4)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda text: text[:-20],
-        lambda text: text.replace("monoflow calibration", "another thing"),
+        lambda text: text.replace('"format"', '"shape"'),
         lambda text: text.replace('"links"', '"chains"'),
         lambda text: text.replace("[\n     10.0,", "[\n     -1.0,"),
         lambda text: json.dumps(3),
