@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .group import Group, first_does
 from .write import Contents, Snapshot, prepare, write
 
+T = TypeVar("T")
+
 _NICENESS = 10  # of the writer: the step's own threads go first where there are few cores
+#: How many times as long as it worked on a piece the writer rests: cores, caches and memory are the step's.
+_REST = 5.0
 
 
 class Saver:
@@ -28,6 +33,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._memory: torch.Tensor | None = None
+        self._hurry = threading.Event()  # somebody waits for the writer
         #: The checkpoint that was put in its place last.
         self.newest: str | None = None
 
@@ -65,6 +71,8 @@ class Saver:
             self._memory = snapshot.copy_to_host(self._memory)
         except Exception as error:  # no memory: the others' writers are waiting to be told
             snapshot.pieces = _failed(error)
+        self._hurry.clear()
+        snapshot.pieces = self._at_ease(snapshot.pieces)
         self._thread = threading.Thread(
             target=self._write_aside, args=(snapshot, then), name="checkpoint writer"
         )
@@ -73,11 +81,19 @@ class Saver:
     def wait(self) -> None:
         """Waits for a save under way. Raises what it raised."""
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _at_ease(self, pieces: Iterable[T]) -> Iterator[T]:
+        """Pieces to write, with a rest after each until somebody waits."""
+        for piece in pieces:
+            start = time.thread_time()
+            yield piece
+            self._hurry.wait(_REST * (time.thread_time() - start))
 
     def _write_aside(self, snapshot: Snapshot, then: Callable[[], None]) -> None:
         with contextlib.suppress(AttributeError, OSError):  # not every system has it

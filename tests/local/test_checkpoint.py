@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -486,6 +487,28 @@ def test_a_save_under_way_sees_the_state_of_its_start(
     assert saver.num_bytes < 2 * live.nbytes
     assert whole(open_source(tmp_path / "a"), "x").tolist() == [1.0] * 1000
     assert whole(open_source(tmp_path / "b"), "x").tolist() == [2.0] * 1000
+
+
+def test_a_writer_rests_until_somebody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    resting = threading.Event()
+    wait = threading.Event.wait
+
+    def noted(self: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread().name == "checkpoint writer":
+            rests.append(timeout or 0.0)
+            resting.set()
+        return wait(self, None if timeout is None else 20.0)
+
+    saver, clock = Saver(Alone()), itertools.count(0.0, 0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", noted)
+        patch.setattr(time, "thread_time", lambda: next(clock))
+        saver.start(tmp_path / "a", Contents({name: torch.ones(3) for name in "xyz"}))
+        assert wait(resting, 20) and saver.is_writing and not (tmp_path / "a").exists()
+        saver.wait()
+    assert rests == [2.5] * 3  # five times half a second, after each piece
+    assert whole(open_source(tmp_path / "a"), "z").tolist() == [1.0] * 3
 
 
 def test_an_error_of_the_writer_surfaces_at_the_next_call(
