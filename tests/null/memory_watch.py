@@ -103,7 +103,9 @@ def watched_step(
 
     for actor in engine.network.actors:
         if actor.task.compute is not None and actor.members[0].rank == 0:
-            object.__setattr__(actor.task, "compute", _Body(actor.task.compute.graph, watch))
+            body = _Body(actor.task.compute.graph, watch)
+            object.__setattr__(actor.task, "compute", body)
+            actor.function = body.forward
     with monkeypatch.context() as patch:
         patch.setattr(firing, "apply_move", watched)
         patch.setattr(firing, "apply_bundle", watched_bundle)
