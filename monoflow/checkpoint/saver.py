@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _NICENESS = 10  # of the writer: the step's own threads go first where there are few cores
 #: How many times as long as it worked on a piece the writer rests: cores, caches and memory are the step's.
-_REST = 5.0
+_REST = 10.0
 
 
 class Saver:

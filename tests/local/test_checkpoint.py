@@ -507,7 +507,7 @@ def test_a_writer_rests_until_somebody_waits(tmp_path: Path, monkeypatch: pytest
         saver.start(tmp_path / "a", Contents({name: torch.ones(3) for name in "xyz"}))
         assert wait(resting, 20) and saver.is_writing and not (tmp_path / "a").exists()
         saver.wait()
-    assert rests == [2.5] * 3  # five times half a second, after each piece
+    assert rests == [5.0] * 3  # ten times half a second, after each piece
     assert whole(open_source(tmp_path / "a"), "z").tolist() == [1.0] * 3
 
 
