@@ -95,9 +95,14 @@ class Job:
         return [one for one in Path("/dev/shm").glob(f"monoflow-*-{self.process.pid}-*/*") if one.is_dir()]
 
     def newest(self, in_memory: bool) -> int:
-        """The step of the newest checkpoint on disk, or of snapshots in memory too; 0 if there is none."""
+        """The step of the newest checkpoint on disk, or of snapshots in memory too; 0 if there is none.
+
+        One of a step that is yet to come is damaged: the job went back to before it.
+        """
+        last = self.lines()[-1].step
         folders = [self.saves, *(self.snapshots() if in_memory else ())]
-        return max((number for folder in folders for number, _ in checkpoints(folder)), default=0)
+        numbers = [number for folder in folders for number, _ in checkpoints(folder)]
+        return max((number for number in numbers if number <= last), default=0)
 
     def ask(self, what: str) -> None:
         """Asks the script for something, by a file of that name."""
