@@ -18,18 +18,21 @@ from .write import Contents, Snapshot, prepare, write
 T = TypeVar("T")
 
 _NICENESS = 10  # of the writer: the step's own threads go first where there are few cores
-#: How many times as long as it worked on a piece the writer rests: cores, caches and memory are the step's.
-_REST = 10.0
+#: Of a writer that has time: cores, caches and memory are the step's.
+REST = 10.0
 
 
 class Saver:
     """Writes checkpoints, at most one at a time. All ranks of `group` make the same calls.
 
     An error of the writer surfaces at the next call, on all ranks.
+
+    Args:
+        rest: how many times as long as it worked on a piece the writer rests, while nobody waits.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, rest: float = REST) -> None:
+        self.group, self._rest = group, rest
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._memory: torch.Tensor | None = None
@@ -93,7 +96,7 @@ class Saver:
         for piece in pieces:
             start = time.thread_time()
             yield piece
-            self._hurry.wait(_REST * (time.thread_time() - start))
+            self._hurry.wait(self._rest * (time.thread_time() - start))
 
     def _write_aside(self, snapshot: Snapshot, then: Callable[[], None]) -> None:
         with contextlib.suppress(AttributeError, OSError):  # not every system has it

@@ -36,7 +36,7 @@ class Shadow:
 
     def __init__(self, folder: str, group: Group, every: Every) -> None:
         self.folder, self.every = folder, every
-        self._saver = Saver(group)
+        self._saver = Saver(group, rest=0.0)  # what is not there yet is lost
         self._asking = group_of(group.ranks)  # a writer talks through the other, at a time of its own
         self._last = time.monotonic()
         self._is_on = True
