@@ -18,7 +18,7 @@ from ..log import stage_logger
 from .every import Every
 from .group import Group, Joined, first_does, gloo_group
 from .saver import Saver
-from .series import newest, path_of, prune
+from .series import opened, path_of, prune
 from .shadow import Shadow
 from .write import Contents
 
@@ -90,7 +90,7 @@ class Checkpointer:
         self._previous: dict[int, Any] = {}
         votes = on_signal or self.every.seconds is not None or shadow is not None
         self._ballot = _Ballot(group) if votes else None
-        self._newest = first_does(group, lambda: newest(self.folder))
+        self._newest = first_does(group, lambda: opened(self.folder))
         if on_signal and threading.current_thread() is threading.main_thread():
             self._previous = {one: signal.signal(one, self._on_signal) for one in _SIGNALS}
 

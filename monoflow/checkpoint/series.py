@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..errors import CheckpointError
 from .index import INDEX
 from .local import clean, recover
 from .remote import is_url, open_url
@@ -55,6 +57,25 @@ def newest(folder: str | Path) -> str | None:
     """The path of the newest complete checkpoint of a directory or URL."""
     found = checkpoints(folder)
     return found[-1][1] if found else None
+
+
+def opened(folder: str | Path) -> str | None:
+    """The newest complete checkpoint of a folder that is to be saved to; makes the folder.
+
+    Raises:
+        CheckpointError: nothing can be written there, which is better known before training than after.
+    """
+    if not is_url(str(folder)):
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be written to {str(folder)!r}: {error.strerror or error}; give "
+                "flow.checkpointer a folder that every rank can write to"
+            ) from error
+    return newest(folder)
 
 
 def _number(name: str) -> int:

@@ -87,7 +87,7 @@ def run(
         ),
     ] = None,
     max_restarts: Annotated[
-        int | None, typer.Option(help="How often it may.", rich_help_panel=_ELASTIC)
+        int | None, typer.Option(min=0, help="How often it may.", rich_help_panel=_ELASTIC)
     ] = None,
 ) -> None:
     """Run a script on N local ranks; the first failure is the only one printed, and ends the job."""

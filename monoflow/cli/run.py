@@ -121,7 +121,10 @@ def elastic_bounds(text: str) -> tuple[int, int]:
     """The least and the most ranks of `--elastic MIN:MAX`. Raises FlowError."""
     least, colon, most = text.partition(":")
     if not (colon and least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
-        raise FlowError(f"--elastic {text}: write the least and the most ranks, such as 1:8")
+        raise FlowError(
+            f"--elastic {text}: write the least and the most ranks, such as 1:8; the least must be 1 or more "
+            "and not above the most"
+        )
     return int(least), int(most)
 
 

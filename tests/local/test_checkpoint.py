@@ -596,6 +596,15 @@ def test_a_scheduler_may_tell_ranks_and_launcher(
     assert [number for number, _ in checkpoints(tmp_path)] == [2]
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_folder_that_cannot_be_written_is_told_before_training(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "saves"
+    told = rf"checkpoints cannot be written to '{folder}': Not a directory; give flow.checkpointer a folder"
+    with pytest.raises(CheckpointError, match=told):
+        flow.checkpointer(folder, build(), every="10min", resume=resume)
+
+
 # --- a series --------------------------------------------------------------------------------------
 
 
