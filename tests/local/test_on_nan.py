@@ -153,8 +153,9 @@ def test_a_loss_is_what_any_backward_pass_begins_at(way: str) -> None:
     assert step.num_steps == 2
 
 
-def test_what_scales_a_clipped_gradient_is_looked_at_too() -> None:
-    """The norm that clips was finite; the gradient that the optimizer sees is not."""
+@pytest.mark.parametrize("length", [0, 700])
+def test_what_scales_a_clipped_gradient_is_looked_at_too(length: int) -> None:
+    """The norm that clips was finite; the gradient that the optimizer sees is not, however far that comes."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -163,6 +164,8 @@ def test_what_scales_a_clipped_gradient_is_looked_at_too() -> None:
         loss = model(x).mean()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for _ in range(length):
+            scale = scale + 1
         for param in model.parameters():
             assert param.grad is not None
             param.grad.mul_(scale)

@@ -88,9 +88,16 @@ def _norm_of_all(graph: fx.Graph, grads: Sequence[fx.Node]) -> fx.Node | None:
 
 def _comes_of(norm: fx.Node, scale: fx.Node) -> bool:
     """Whether a scalar is made of a norm and constants, so that it is finite if that is: what clips."""
-    if scale is norm:
-        return True
-    return scale.op == "call_function" and all(_comes_of(norm, one) for one in scale.all_input_nodes)
+    seen, stack = {norm}, [scale]
+    while stack:  # not by recursion: a scalar of another origin may come of the whole model
+        node = stack.pop()
+        if node in seen:
+            continue
+        if node.op != "call_function":
+            return False
+        seen.add(node)
+        stack += node.all_input_nodes
+    return True
 
 
 #: What gives the elements that it is given.
