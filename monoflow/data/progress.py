@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, Generic, NamedTuple, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,9 @@ from torch.utils import _pytree as pytree
 from ..config import SETTINGS
 from ..errors import FlowError
 from ..log import IDLE, SOURCE, Wait, listen
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 T = TypeVar("T")
 Number = float | torch.Tensor
@@ -61,6 +63,7 @@ class Progress(Generic[T]):
         self._is_live = self._file.isatty()
         self._is_first = (dist.get_rank() if dist.is_initialized() else SETTINGS.rank) == 0
         self._is_shown = self._is_first and (self._is_live or every > 0)
+        self._live: Live | None = None  # the line of a terminal, once there is one
         self._values: dict[str, Number] = {}
         self._steps, self._samples, self._tokens = start, 0, 0
         self._pending: Wait | None = None  # for a batch, before it is known whether compute waited too
@@ -86,8 +89,10 @@ class Progress(Generic[T]):
 
     def print(self, text: str) -> None:
         """Prints a line above it, on rank 0."""
-        if self._is_first:
-            self._file.write(f"\r\x1b[K{text}\n" if self._is_live else f"{text}\n")
+        if self._is_first and self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        elif self._is_first:
+            self._file.write(f"{text}\n")
             self._file.flush()
 
     def __iter__(self) -> Iterator[T]:
@@ -103,9 +108,9 @@ class Progress(Generic[T]):
                 self._renew()
         finally:  # without a look at what a step left: it may have failed
             stop()
-            if self._is_shown and self._is_live and len(self._seen) > 1:
-                self._file.write("\n")
-                self._file.flush()
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
 
     def _wait(self, wait: Wait) -> None:
         """A batch was waited for, or a step begins: an engine had nothing to do before it."""
@@ -131,12 +136,11 @@ class Progress(Generic[T]):
     def _renew(self) -> None:
         self._seen.append(self._now())
         text = self.text()
-        if self._is_live:
-            width = shutil.get_terminal_size().columns - 1
-            self._file.write(f"\r\x1b[K{text[:width]}")
-        else:
+        if not self._is_live:
             self._file.write(f"{text}\n")
-        self._file.flush()
+            self._file.flush()
+            return
+        self._live = _renewed(self._live, self._file, text)
 
     def text(self) -> str:
         """The line: how far, what was shown, how fast, the share of waiting, the time that is left."""
@@ -155,6 +159,20 @@ class Progress(Generic[T]):
             left = (self._total - last.steps) * seconds / (last.steps - first.steps)
             parts.append(f"{_duration(left)} left")
         return "  ".join(parts)
+
+
+def _renewed(live: Live | None, file: TextIO, text: str) -> Live:
+    """The line of a terminal with another text. What is printed meanwhile goes above it."""
+    # Only who sees it pays for the imports.
+    from rich.console import Console  # noqa: PLC0415
+    from rich.live import Live  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    if live is None:
+        live = Live(console=Console(file=file), auto_refresh=False)
+        live.start()
+    live.update(Text(text, no_wrap=True, overflow="ellipsis"), refresh=True)
+    return live
 
 
 def _duration(seconds: float) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -49,23 +51,31 @@ def test_a_plain_line_every_few_seconds_and_at_the_end() -> None:
     ]
 
 
-def test_a_terminal_has_one_line_that_is_renewed() -> None:
+def test_a_terminal_has_one_line_that_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "60")
     clock, out = Clock(), Terminal()
-    steps = Progress(
-        ({"ids": torch.zeros(2, 50, dtype=torch.int64)} for _ in range(3)), file=out, clock=clock
-    )
+    monkeypatch.setattr(sys, "stdout", out)
+    steps = Progress(({"ids": torch.zeros(2, 50, dtype=torch.int64)} for _ in range(3)), clock=clock)
     for _ in steps:
         clock.now += 1.0
         if clock.now == 102:
             steps.print("in between")
-    lines = out.getvalue().split("\r\x1b[K")
-    assert lines == [
-        "",
+            print("the script's own")
+        if clock.now == 103:
+            steps.show(loss=1.0)
+    assert sys.stdout is out  # as it was
+    text = re.sub(r"\x1b\[\??[0-9;]*[a-zA-Z]", "", out.getvalue())
+    assert [line for line in re.split(r"[\r\n]+", text) if line] == [
         "step 1  1.00 steps/s  100 tokens/s  waits for data 0%",
-        "in between\n",
+        "in between",
+        "step 1  1.00 steps/s  100 tokens/s  waits for data 0%",
+        "the script's own",
+        "step 1  1.00 steps/s  100 tokens/s  waits for data 0%",
         "step 2  1.00 steps/s  100 tokens/s  waits for data 0%",
-        "step 3  1.00 steps/s  100 tokens/s  waits for data 0%\n",
+        *["step 3  loss 1.0000  1.00 steps/s  100 tokens/s  waits for …"] * 2,  # and at the end
     ]
+    assert out.getvalue().count("\x1b[2K") == 5  # the line goes, for each print and each new one
 
 
 def test_nothing_is_printed_if_nothing_shall_be(capsys: pytest.CaptureFixture[str]) -> None:
